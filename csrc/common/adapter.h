@@ -2,6 +2,9 @@
 // Shapes and dtypes were checked in Python, where the argument's name is known; the checks here only keep a
 // direct call of a registered op from reaching memory it should not.
 #pragma once
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -36,9 +39,25 @@ inline std::vector<int64_t> sizes_of(const Tensor& t) {
     return sizes;
 }
 
-inline Tensor empty_like_contiguous(const Tensor& t, ScalarType dtype) {
-    return torch::stable::new_empty(t, sizes_of(t), dtype);
+// torch's type promotion among the four floating types.
+inline ScalarType promote(ScalarType a, ScalarType b) {
+    if (a == b) return a;
+    return a == ScalarType::Double || b == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
+
+// A new contiguous tensor. Fresh memory costs a page fault per page when a kernel first writes it, several times
+// what the writing itself costs; large tensors ask for huge pages, 512 times fewer faults.
+inline Tensor new_output(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
+    Tensor t = torch::stable::new_empty(like, sizes, dtype);
+#if defined(__linux__)
+    constexpr uintptr_t kHugePage = 2 << 20;
+    const auto begin = (reinterpret_cast<uintptr_t>(t.mutable_data_ptr()) + 4095) & ~uintptr_t{4095};
+    const auto end = reinterpret_cast<uintptr_t>(t.mutable_data_ptr()) + t.numel() * size_of(dtype_of(t));
+    if (end > begin + 2 * kHugePage) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+    return t;
+}
+inline Tensor new_output(const Tensor& like) { return new_output(like, sizes_of(like), like.scalar_type()); }
 
 // A tensor [..., columns] as rows of one stride, copied only where no single stride describes it.
 struct RowView {
@@ -101,8 +120,8 @@ class Accumulated {
 // chunks by their number alone, each chunk sums into its own rows of `partial`, and the chunks are added in order.
 class PartialSums {
    public:
-    PartialSums(const Tensor& like, int64_t vectors, int64_t rows, int64_t columns)
-        : vectors_(vectors), rows_(rows), columns_(columns), wide_(dtype_of(like) == DType::f64) {
+    PartialSums(const Tensor& like, bool wide, int64_t vectors, int64_t rows, int64_t columns)
+        : vectors_(vectors), rows_(rows), columns_(columns), wide_(wide) {
         chunks_ = rows < 32 * kChunks ? (rows + 31) / 32 : kChunks;
         const auto dtype = wide_ ? ScalarType::Double : ScalarType::Float;
         partial_ = torch::stable::new_zeros(like, {chunks_, vectors, columns}, dtype);

@@ -161,7 +161,7 @@ namespace {
 bool is_tanh(const std::string& approximate) { return approximate == "tanh"; }
 
 Tensor gelu_forward(const Tensor& x, const std::optional<Tensor>& bias, std::string approximate) {
-    Tensor y = empty_like_contiguous(x, x.scalar_type());
+    Tensor y = new_output(x);
     const RowView in(x), out(y);
     const Accumulated b(bias, in.rows.dtype, in.columns);
     torch::stable::parallel_for(0, in.count, grain(in.columns), [&](int64_t begin, int64_t end) {
@@ -173,10 +173,10 @@ Tensor gelu_forward(const Tensor& x, const std::optional<Tensor>& bias, std::str
 // dbias is in the accumulation type, or empty where there is no bias.
 std::tuple<Tensor, Tensor> gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias,
                                          std::string approximate) {
-    Tensor dx = empty_like_contiguous(x, x.scalar_type());
+    Tensor dx = new_output(x);
     const RowView dy(grad), in(x), out(dx);
     const Accumulated b(bias, in.rows.dtype, in.columns);
-    PartialSums dbias(x, bias.has_value() ? 1 : 0, in.count, in.columns);
+    PartialSums dbias(x, in.rows.dtype == DType::f64, bias.has_value() ? 1 : 0, in.count, in.columns);
     dbias.for_each_chunk([&](int64_t begin, int64_t end, void* sums) {
         gelu_kernels().backward(dy.rows, in.rows, b.data(), out.rows, sums, is_tanh(approximate), in.columns, begin,
                                 end);

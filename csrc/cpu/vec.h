@@ -157,9 +157,19 @@ struct WholeVector {
     static void store(T* p, Vec<C> v) {
         Memory<C, T>::store(p, v);
     }
+    template <class V>
+    static V clear(V v) {
+        return v;
+    }
 };
 struct PartVector {
     int64_t n;
+    // Zeros in the lanes past the row's end.
+    template <class V>
+    V clear(V v) const {
+        for (int64_t i = n; i < static_cast<int64_t>(sizeof(v) / sizeof(v[0])); ++i) v[i] = 0;
+        return v;
+    }
     template <class C, class T>
     Vec<C> load(const T* p) const {
         return load_n<C>(p, n);
@@ -174,6 +184,32 @@ inline void for_vectors(int64_t n, F&& f) {
     int64_t i = 0;
     for (; i + kLanes<C> <= n; i += kLanes<C>) f(i, WholeVector{});
     if (i < n) f(i, PartVector{n - i});
+}
+
+template <class C>
+inline C sum(Vec<C> v) {
+    C total = 0;
+    for (int i = 0; i < kLanes<C>; ++i) total += v[i];
+    return total;
+}
+// The sum over a row of f(offset, load) -> Vec<C>. Four sums at once, so that additions need not wait for each other.
+template <class C, class F>
+inline C reduce(int64_t n, F&& f) {
+    constexpr int64_t lanes = kLanes<C>;
+    Vec<C> a{}, b{}, c{}, d{};
+    int64_t i = 0;
+    for (; i + 4 * lanes <= n; i += 4 * lanes) {
+        a += f(i, WholeVector{});
+        b += f(i + lanes, WholeVector{});
+        c += f(i + 2 * lanes, WholeVector{});
+        d += f(i + 3 * lanes, WholeVector{});
+    }
+    for (; i + lanes <= n; i += lanes) a += f(i, WholeVector{});
+    if (i < n) {
+        const PartVector part{n - i};
+        b += part.clear(f(i, part));
+    }
+    return sum<C>((a + b) + (c + d));
 }
 
 // A row of any dtype as a row of C: in place where it is one already, else widened into `buffer`.
@@ -237,12 +273,6 @@ inline void commit(void* data, DType dtype, int64_t n, const C* buffer) {
 // Elements past the end of a row that `widen` and `commit` may touch in a buffer.
 constexpr int64_t kSlack = kVectorBytes / 2;
 
-template <class C>
-inline C sum(Vec<C> v) {
-    C total = 0;
-    for (int i = 0; i < kLanes<C>; ++i) total += v[i];
-    return total;
-}
 template <class C>
 inline C max(Vec<C> v) {
     C most = v[0];
