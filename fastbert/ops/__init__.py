@@ -1,6 +1,7 @@
 """The ops: public functions with one contract each, served by several backends."""
 
 from .add_dropout_layer_norm import add_dropout_layer_norm as add_dropout_layer_norm
+from .attention import attention as attention
 from .dropout import dropout_bits as dropout_bits
 from .gelu import gelu as gelu
 from .packing import Packing as Packing
