@@ -39,7 +39,7 @@ def attention(
 
     Dense: ``query`` ``[B, Sq, H, D]``, ``key`` and ``value`` ``[B, Sk, H, D]``, any strides. Packed:
     ``[T, H, D]`` each, sequence ``b`` in rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``; ``cu_seqlens``
-    int32 ``[B + 1]``, ``max_seqlen`` the longest sequence or more, a Python int (on the CPU it may be left out).
+    int32 ``[B + 1]``, ``max_seqlen`` the longest sequence or more, a Python int (optional on the CPU).
 
     ``mask`` (dense only), broadcastable to ``[B, H, Sq, Sk]``: bool, True = attend; or floating, added to the
     scaled scores, -inf = off. A floating mask of zeros and ones is *added* like any other: for a 0/1 mask
@@ -365,6 +365,5 @@ def _cpu_why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 BACKENDS = (
-    Backend("cpu", native("cpu"), _cpu_why_not, cpu.unavailable),
     Backend("eager", reference, lambda *args: None),
 )
