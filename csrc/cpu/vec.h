@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -26,7 +28,7 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// Vector<C>: a register of C (float or double), the signed integers of its size, and the number of lanes.
+// Vector<C>: a register of C (float or double), the signed integers of its size, as many bytes, and the number of lanes.
 template <class C>
 struct Vector;
 template <>
@@ -34,12 +36,14 @@ struct Vector<float> {
     static constexpr int lanes = kVectorBytes / 4;
     typedef float V __attribute__((vector_size(kVectorBytes)));
     typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+    typedef unsigned char Bytes __attribute__((vector_size(lanes)));
 };
 template <>
 struct Vector<double> {
     static constexpr int lanes = kVectorBytes / 8;
     typedef double V __attribute__((vector_size(kVectorBytes)));
     typedef int64_t I __attribute__((vector_size(kVectorBytes)));
+    typedef unsigned char Bytes __attribute__((vector_size(lanes)));
 };
 typedef Vector<float>::V VF;
 typedef Vector<float>::I VI;

@@ -4,6 +4,7 @@ from .add_dropout_layer_norm import add_dropout_layer_norm as add_dropout_layer_
 from .attention import attention as attention
 from .dropout import dropout_bits as dropout_bits
 from .gelu import gelu as gelu
+from .masked_softmax import masked_softmax as masked_softmax
 from .packing import Packing as Packing
 from .packing import pad as pad
 from .packing import unpad as unpad

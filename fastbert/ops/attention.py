@@ -16,9 +16,8 @@ from torch import Tensor
 from . import cpu
 from .checks import accumulation_dtype, check_device, check_floating
 from .dropout import check_dropout_p, dropout_bits, multiplier, seed_tensor
+from .masks import on_and_bias, prepare_lengths, prepare_mask
 from .registry import Backend, Operator, select
-
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def attention(
@@ -71,8 +70,9 @@ def attention(
             raise ValueError(
                 f"max_seqlen is {max_seqlen}, without cu_seqlens; it belongs to packed sequences"
             )
-        mask = None if mask is None else _prepare_mask(mask, query, key)
-        lengths = None if lengths is None else _prepare_lengths(lengths, query, key)
+        shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        mask = prepare_mask(mask, shape, query)
+        lengths = prepare_lengths(lengths, shape, query)
         longest = 0
     else:
         _check_packed(query, key, value)
@@ -122,46 +122,6 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} has shape {tuple(tensor.shape)}; with cu_seqlens it must be that of query, "
                 f"{tuple(query.shape)}"
             )
-
-
-def _prepare_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """``mask`` as a view ``[B, H, Sq, Sk]`` (stride 0 where broadcast), bool or the accumulation dtype."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask is a {type(mask).__name__}; a bool or floating tensor is accepted")
-    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        raise TypeError(
-            f"mask is {mask.dtype}; accepted are bool (True = attend) and floating (added to the scores): "
-            "pass mask.bool() if 1 means attend"
-        )
-    check_device("mask", mask, query)
-    shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    trailing = shape[len(shape) - mask.dim() :] if mask.dim() <= 4 else ()
-    if mask.dim() > 4 or any(m != 1 and m != s for m, s in zip(mask.shape, trailing, strict=True)):
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)}; it must broadcast to [B, H, Sq, Sk] = {list(shape)} (a key "
-            "mask [B, Sk] is passed as mask[:, None, None, :])"
-        )
-    if mask.dtype != torch.bool:
-        mask = mask.to(accumulation_dtype(query))
-    return mask.expand(shape)
-
-
-def _prepare_lengths(lengths: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """``lengths`` as contiguous int32; the kernels clamp it to 0..Sk."""
-    if not isinstance(lengths, Tensor):
-        raise TypeError(f"lengths is a {type(lengths).__name__}; an integer tensor is accepted")
-    if lengths.dtype not in _INTEGERS:
-        raise TypeError(f"lengths is {lengths.dtype}; an integer tensor is accepted")
-    check_device("lengths", lengths, query)
-    batch, seqlen = query.shape[:2]
-    if lengths.shape != (batch,) and lengths.shape != (batch, seqlen):
-        raise ValueError(
-            f"lengths has shape {tuple(lengths.shape)}; accepted are [B] = [{batch}] and [B, Sq] = "
-            f"[{batch}, {seqlen}]"
-        )
-    if lengths.dtype == torch.int64:
-        lengths = lengths.clamp(0, key.shape[1])
-    return lengths.to(torch.int32).contiguous()
 
 
 def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, query: Tensor) -> int:
@@ -247,7 +207,7 @@ def reference(
 def _dense_reference(query, key, value, mask, lengths, scale, dropout_p, seed):
     dtype = accumulation_dtype(query)
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (query, key, value))  # [B, H, S, D]
-    on, bias = _on_and_bias(mask, lengths, k.shape[2])
+    on, bias = on_and_bias(mask, lengths, k.shape[2])
     per_query = on is not None and on.shape[2] != 1
     # A key that is off for every query is replaced by zeros. Where that depends on the query, non-finite
     # elements are, and NaN is put back into the results of the queries that see them.
@@ -278,23 +238,6 @@ def _dense_reference(query, key, value, mask, lengths, scale, dropout_p, seed):
     if per_query:
         out = torch.where(on.to(dtype) @ v_bad.to(dtype) > 0, math.nan, out)
     return out.transpose(1, 2).to(query.dtype).contiguous()
-
-
-def _on_and_bias(
-    mask: Tensor | None, lengths: Tensor | None, keys: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Which keys are on, ``[B, H or 1, Sq or 1, Sk]`` bool or None for all; what is added to the scores."""
-    on = bias = None
-    if mask is not None:
-        for dim in (1, 2):  # where it was broadcast, once is enough
-            if mask.stride(dim) == 0:
-                mask = mask.narrow(dim, 0, min(1, mask.shape[dim]))
-        on, bias = (mask, None) if mask.dtype == torch.bool else (mask != -math.inf, mask)
-    if lengths is not None:
-        lengths = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]
-        within = torch.arange(keys, device=lengths.device) < lengths
-        on = within if on is None else on & within
-    return on, bias
 
 
 def _fake_forward(query, key, value, mask, lengths, cu_seqlens, max_seqlen, scale, dropout_p, seed):
@@ -364,6 +307,4 @@ def _cpu_why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return mask_needs_grad(mask) or cpu.why_not(query)
 
 
-BACKENDS = (
-    Backend("eager", reference, lambda *args: None),
-)
+BACKENDS = (Backend("eager", reference, lambda *args: None),)
