@@ -78,9 +78,7 @@ def ninja_file(compiler: str, python_module: Path, cpu_library: Path) -> str:
     for op in CPU_OPS:
         for isa, flags in INSTRUCTION_SETS.items():
             kernel_flags = f"-O3 -ffp-contract=fast -fno-math-errno -fno-trapping-math {flags}"
-            objects.append(
-                compile_object(f"csrc/cpu/{op}.cpp", f"{op}.{isa}", f"{kernel_flags} -DFASTBERT_ISA={isa}")
-            )
+            objects.append(compile_object(f"csrc/cpu/{op}.cpp", f"{op}.{isa}", f"{kernel_flags} -DFASTBERT_ISA={isa}"))
         objects.append(compile_object(f"csrc/cpu/{op}.cpp", f"{op}.adapter", torch_flags))
     link_torch = f"-L{torch_root / 'lib'} -Wl,--no-as-needed -ltorch_cpu -lc10 {sanitize}"
     lines.extend([f"build {cpu_library}: link {' '.join(objects)}", f"  flags = {link_torch}"])

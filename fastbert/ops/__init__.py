@@ -8,3 +8,6 @@ from .masked_softmax import masked_softmax as masked_softmax
 from .packing import Packing as Packing
 from .packing import pad as pad
 from .packing import unpad as unpad
+
+# The ops that have kernels; each is a module of this package with a BACKENDS tuple.
+OPS = ("attention", "masked_softmax", "add_dropout_layer_norm", "gelu")

@@ -1,8 +1,7 @@
-"""The CPU library: loaded once, or the reason why it is not there."""
+"""The CPU library: loaded once, at import, or the reason why it is not there."""
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import torch
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
-@functools.cache
-def unavailable() -> str | None:
-    """None if the C++ kernels are loaded, else why they are not."""
+def _load() -> str | None:
+    """Load the C++ kernels into torch; returns why that failed, or None."""
     library = _PACKAGE / "_cpu.so"
     if not library.exists():
         record = _PACKAGE / "_build.json"
@@ -26,9 +24,17 @@ def unavailable() -> str | None:
     return None
 
 
+_reason = _load()
+
+
+def unavailable() -> str | None:
+    """None if the C++ kernels are loaded, else why they are not."""
+    return _reason
+
+
 def why_not(*tensors: torch.Tensor | None) -> str | None:
     """What speaks against the CPU library for these inputs, or None."""
     for tensor in tensors:
         if tensor is not None and tensor.device.type != "cpu":
             return f"the inputs are on {tensor.device}, not on the CPU"
-    return unavailable()
+    return _reason

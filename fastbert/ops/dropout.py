@@ -42,9 +42,7 @@ def _low_word(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
 
 
-def dropout_bits(
-    seed: int | Tensor, row_hi: Tensor | int, row_lo: Tensor | int, columns: int | Tensor
-) -> Tensor:
+def dropout_bits(seed: int | Tensor, row_hi: Tensor | int, row_lo: Tensor | int, columns: int | Tensor) -> Tensor:
     """The 16 random bits of each element, int32 in 0..65535; an element is kept if they are >= ``threshold(p)``.
 
     ``seed``: int (64 bits count) or one-element int64 tensor. ``row_hi``, ``row_lo``: the two 32-bit words of a

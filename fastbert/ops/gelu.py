@@ -5,7 +5,6 @@ Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", https://arxiv.org/a
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,9 +13,7 @@ from .checks import accumulation_dtype, check_floating, check_vector
 from .registry import Backend, Operator, select
 
 
-def gelu(
-    x: Tensor, bias: Tensor | None = None, *, approximate: str = "none", backend: str | None = None
-) -> Tensor:
+def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none", backend: str | None = None) -> Tensor:
     """``gelu(x + bias)``, with the sum and the function in float32 (float64 for float64).
 
     ``x``: ``[..., N]``, float32, bfloat16, float16 or float64. ``bias``: ``[N]`` of any of these, or None.

@@ -47,17 +47,14 @@ def prepare_lengths(lengths: Tensor | None, shape: tuple[int, ...], like: Tensor
     batch, _, seqlen, keys = shape
     if lengths.shape != (batch,) and lengths.shape != (batch, seqlen):
         raise ValueError(
-            f"lengths has shape {tuple(lengths.shape)}; accepted are [B] = [{batch}] and [B, Sq] = "
-            f"[{batch}, {seqlen}]"
+            f"lengths has shape {tuple(lengths.shape)}; accepted are [B] = [{batch}] and [B, Sq] = [{batch}, {seqlen}]"
         )
     if lengths.dtype == torch.int64:
         lengths = lengths.clamp(0, keys)
     return lengths.to(torch.int32).contiguous()
 
 
-def on_and_bias(
-    mask: Tensor | None, lengths: Tensor | None, keys: int
-) -> tuple[Tensor | None, Tensor | None]:
+def on_and_bias(mask: Tensor | None, lengths: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
     """Which keys are on, ``[B, H or 1, Sq or 1, Sk]`` bool or None for all; what is added to the scores."""
     on = bias = None
     if mask is not None:

@@ -35,9 +35,7 @@ class Packing:
         Reads two sizes back from the device: make it once a batch, in the data loader where possible.
         """
         if attention_mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; a packing needs [batch, seqlen]"
-            )
+            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; a packing needs [batch, seqlen]")
         on = attention_mask != 0
         return cls._build(on.flatten().nonzero().flatten(), on.sum(1), *attention_mask.shape)
 
@@ -71,9 +69,7 @@ class Packing:
 
     def pin_memory(self) -> Packing:
         """The same packing with its tensors in page-locked memory."""
-        return dataclasses.replace(
-            self, indices=self.indices.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory()
-        )
+        return dataclasses.replace(self, indices=self.indices.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory())
 
 
 def take(padded: Tensor, packing: Packing) -> Tensor:

@@ -120,9 +120,7 @@ class Operator:
         def backward(ctx, *grads):
             return gradients(ctx, backward_op, *grads)
 
-        torch.library.register_autograd(
-            f"{namespace}::{self.name}", backward, setup_context=setup_context, lib=library
-        )
+        torch.library.register_autograd(f"{namespace}::{self.name}", backward, setup_context=setup_context, lib=library)
 
         class Function(torch.autograd.Function):
             @staticmethod
