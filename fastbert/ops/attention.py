@@ -67,9 +67,7 @@ def attention(
     if cu_seqlens is None:
         _check_dense(query, key, value)
         if max_seqlen is not None:
-            raise ValueError(
-                f"max_seqlen is {max_seqlen}, without cu_seqlens; it belongs to packed sequences"
-            )
+            raise ValueError(f"max_seqlen is {max_seqlen}, without cu_seqlens; it belongs to packed sequences")
         shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         mask = prepare_mask(mask, shape, query)
         lengths = prepare_lengths(lengths, shape, query)
@@ -78,9 +76,7 @@ def attention(
         _check_packed(query, key, value)
         if mask is not None or lengths is not None:
             name = "lengths" if mask is None else "mask"
-            raise ValueError(
-                f"{name} is given with cu_seqlens; packed sequences take neither mask nor lengths"
-            )
+            raise ValueError(f"{name} is given with cu_seqlens; packed sequences take neither mask nor lengths")
         longest = _check_packing(cu_seqlens, max_seqlen, query)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     seed = seed_tensor(seed, query.device) if dropout_p > 0 else None
@@ -137,9 +133,7 @@ def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, query: Tensor) ->
             "max_seqlen is a tensor; a Python int is accepted (reading a tensor would synchronise with the "
             "device in every layer)"
         )
-    if max_seqlen is not None and (
-        not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool)
-    ):
+    if max_seqlen is not None and (not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool)):
         raise TypeError(f"max_seqlen is {max_seqlen!r}; a Python int is accepted")
     if query.device.type != "cpu":
         if max_seqlen is None:
@@ -159,9 +153,7 @@ def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, query: Tensor) ->
         )
     longest = max(sizes, default=0)
     if max_seqlen is not None and max_seqlen < longest:
-        raise ValueError(
-            f"max_seqlen is {max_seqlen}; the longest sequence of cu_seqlens has {longest} tokens"
-        )
+        raise ValueError(f"max_seqlen is {max_seqlen}; the longest sequence of cu_seqlens has {longest} tokens")
     return longest
 
 
@@ -198,9 +190,9 @@ def reference(
             x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
             return x.index_select(0, rows).unflatten(0, (sizes.shape[0], max_seqlen))
 
-        out = _dense_reference(
-            padded(query), padded(key), padded(value), None, sizes, scale, dropout_p, seed
-        ).flatten(0, 1)
+        out = _dense_reference(padded(query), padded(key), padded(value), None, sizes, scale, dropout_p, seed).flatten(
+            0, 1
+        )
         return out.new_zeros(tokens + 1, *out.shape[1:]).index_copy(0, rows, out)[:tokens]
 
 
@@ -271,8 +263,7 @@ def _gradients(ctx, backward_op, grad, _):
 
 
 _ARGUMENTS = (
-    "Tensor? mask, Tensor? lengths, Tensor? cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, "
-    "Tensor? seed"
+    "Tensor? mask, Tensor? lengths, Tensor? cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? seed"
 )
 OPERATOR = Operator(
     name="attention",
@@ -297,7 +288,7 @@ def native(backend: str):
 def mask_needs_grad(mask: Tensor | None) -> str | None:
     """No kernel differentiates the mask; eager does."""
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        return "the mask requires a gradient, which only eager computes"
+        return "mask requires a gradient; only eager computes it"
     return None
 
 
@@ -307,4 +298,7 @@ def _cpu_why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return mask_needs_grad(mask) or cpu.why_not(query)
 
 
-BACKENDS = (Backend("eager", reference, lambda *args: None),)
+BACKENDS = (
+    Backend("cpu", native("cpu"), _cpu_why_not, cpu.unavailable),
+    Backend("eager", reference, lambda *args: None),
+)
