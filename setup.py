@@ -122,7 +122,16 @@ class NinjaBuild(build_ext):
 
 
 setup(
-    packages=["fastbert", "fastbert.ops", "fastbert.adapters", "fastbert.data", "fastbert.training"],
+    packages=[
+        "fastbert",
+        "fastbert.ops",
+        "fastbert.adapters",
+        "fastbert.data",
+        "fastbert.training",
+        "fastbert.kernels",
+    ],
+    # Never a top-level package `kernels`: it would shadow Hugging Face's.
+    package_dir={"fastbert.kernels": "kernels"},
     package_data={"fastbert": ["*.so", "_build.json", "py.typed"]},
     ext_modules=[Extension("fastbert._build", sources=[])],
     cmdclass={"build_ext": NinjaBuild},
