@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <cstring>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -37,6 +38,15 @@ inline std::vector<int64_t> sizes_of(const Tensor& t) {
     std::vector<int64_t> sizes(t.dim());
     for (size_t i = 0; i < sizes.size(); ++i) sizes[i] = t.size(i);
     return sizes;
+}
+
+// Zeros, written by all threads.
+inline void zero(Tensor& t) {
+    auto* data = static_cast<char*>(t.mutable_data_ptr());
+    const int64_t size = t.numel() * size_of(dtype_of(t));
+    torch::stable::parallel_for(0, size, 1 << 18, [&](int64_t begin, int64_t end) {
+        std::memset(data + begin, 0, end - begin);
+    });
 }
 
 // torch's type promotion among the four floating types.
@@ -166,10 +176,12 @@ class PartialSums {
     Tensor partial_;
 };
 
-// The index of each row in the padded batch: given, or its own number.
-struct RowIndex {
-    const int64_t* rows;
-    uint64_t operator()(int64_t i) const { return static_cast<uint64_t>(rows ? rows[i] : i); }
-};
+// The index of each row in the padded batch, or null where each has its own number.
+inline const int64_t* row_numbers(const std::optional<Tensor>& rows, int64_t count) {
+    if (!rows.has_value()) return nullptr;
+    STD_TORCH_CHECK(rows->numel() == count && rows->scalar_type() == ScalarType::Long && rows->is_contiguous(),
+                    "fastbert: rows must be a contiguous int64 tensor with one number a row");
+    return static_cast<const int64_t*>(rows->const_data_ptr());
+}
 
 }  // namespace fastbert

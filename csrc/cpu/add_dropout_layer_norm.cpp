@@ -29,40 +29,34 @@ struct AddDropoutLayerNormKernels {
     void (*forward)(const AddDropoutLayerNormArgs&, int64_t begin, int64_t end, void* scratch);
     void (*backward)(const AddDropoutLayerNormArgs&, int64_t begin, int64_t end, void* scratch, void* sums);
 };
-constexpr int64_t kLayerNormScratchRows = 8;
+constexpr int64_t kLayerNormScratchRows = 7;
 constexpr int64_t kLayerNormScratchSlack = 64;  // elements behind each row
 }  // namespace fastbert::cpu
 
 #ifdef FASTBERT_ISA
-#include "vec.h"
+#include "layer_norm.h"
 
 namespace fastbert::cpu::FASTBERT_ISA {
 namespace {
 
 template <class C>
-struct LayerNorm {
+struct AddDropoutLayerNorm {
     const AddDropoutLayerNormArgs& a;
     C* scratch;
     const int64_t n = a.columns;
+    const LayerNormRow<C> norm{n, static_cast<const C*>(a.weight), static_cast<const C*>(a.bias),
+                               static_cast<C>(a.eps)};
 
     C* buffer(int i) const { return scratch + i * (n + kLayerNormScratchSlack); }
     const C* read(const Rows& rows, int64_t row, int i) const { return widen(rows.row(row), rows.dtype, n, buffer(i)); }
 
-    struct Statistics {
-        C mean, rstd;
-    };
-
-    // The row residual + dropout(x + x_bias) into `pre`, dropout's multipliers into `kept`, mean and 1 / deviation.
-    Statistics normalise(int64_t row, C* pre, C* kept) const {
+    // The row residual + dropout(x + x_bias) into `pre`, dropout's multipliers into `kept`; returns the row's sum.
+    C sum_row(int64_t row, C* pre, C* kept) const {
         const C *x = read(a.x, row, 0), *residual = read(a.residual, row, 1);
         const C* x_bias = static_cast<const C*>(a.x_bias);
         const bool drop = a.dropout.active();
-        if (drop) {
-            const uint64_t index = a.row_index ? a.row_index[row] : row;
-            const RowKeys keys = row_keys(a.dropout.seed, index >> 32, static_cast<uint32_t>(index));
-            dropout_multipliers(a.dropout, keys, 0, n, kept);
-        }
-        const C total = reduce<C>(n, [&](int64_t i, auto m) {
+        if (drop) hidden_dropout(a.dropout, a.row_index ? a.row_index[row] : row, n, kept);
+        return reduce<C>(n, [&](int64_t i, auto m) {
             auto v = m.template load<C>(x + i);
             if (x_bias) v += m.template load<C>(x_bias + i);
             // A dropped element is dropped whatever it is: a NaN as well.
@@ -74,56 +68,29 @@ struct LayerNorm {
             store<C>(pre + i, v);
             return v;
         });
-        const C mean = total / static_cast<C>(n);
-        const C squares = reduce<C>(n, [&](int64_t i, auto) {
-            const auto d = load<C>(pre + i) - mean;
-            return d * d;
-        });
-        return {mean, C(1) / std::sqrt(squares / static_cast<C>(n) + static_cast<C>(a.eps))};
     }
 
     void forward(int64_t row) const {
         C *pre = buffer(2), *kept = buffer(3);
-        const auto s = normalise(row, pre, kept);
-        const C *weight = static_cast<const C*>(a.weight), *bias = static_cast<const C*>(a.bias);
+        const auto statistics = norm.statistics(pre, sum_row(row, pre, kept));
         C* out = target(a.out.row(row), a.out.dtype, buffer(4));
-        for_vectors<C>(n, [&](int64_t i, auto m) {
-            const auto normalised = (load<C>(pre + i) - s.mean) * s.rstd;
-            m.template store<C>(out + i, normalised * m.template load<C>(weight + i) + m.template load<C>(bias + i));
-        });
+        norm.forward(pre, statistics, [&](int64_t i, auto m, Vec<C> v) { m.template store<C>(out + i, v); });
         commit(a.out.row(row), a.out.dtype, n, out);
     }
 
     void backward(int64_t row, C* sums) const {
         C *pre = buffer(2), *kept = buffer(3);
-        const auto s = normalise(row, pre, kept);
-        const C *weight = static_cast<const C*>(a.weight), *grad = read(a.out, row, 4);
+        const auto statistics = norm.statistics(pre, sum_row(row, pre, kept));
+        const C* grad = read(a.out, row, 4);
         C *dweight = sums, *dbias = sums + n, *dx_bias = sums + 2 * n;
-        // d(pre) = rstd * (g - mean(g) - normalised * mean(g * normalised)), g = grad * weight
-        C mean_g = 0, mean_gn = 0;
-        mean_g = reduce<C>(n, [&](int64_t i, auto m) {
-            return m.template load<C>(grad + i) * m.template load<C>(weight + i);
-        });
-        mean_gn = reduce<C>(n, [&](int64_t i, auto m) {
-            const auto normalised = (load<C>(pre + i) - s.mean) * s.rstd;
-            const auto d = m.template load<C>(grad + i);
-            store<C>(pre + i, normalised);
-            m.template store<C>(dweight + i, m.template load<C>(dweight + i) + d * normalised);
-            m.template store<C>(dbias + i, m.template load<C>(dbias + i) + d);
-            return d * m.template load<C>(weight + i) * normalised;
-        });
-        mean_g /= static_cast<C>(n);
-        mean_gn /= static_cast<C>(n);
         const bool drop = a.dropout.active();
         C* dresidual = target(a.dresidual.row(row), a.dresidual.dtype, buffer(5));
         C* dx = a.dx.data ? target(a.dx.row(row), a.dx.dtype, buffer(6)) : nullptr;
-        for_vectors<C>(n, [&](int64_t i, auto m) {
-            const auto g = m.template load<C>(grad + i) * m.template load<C>(weight + i);
-            const auto d = (g - mean_g - load<C>(pre + i) * mean_gn) * s.rstd;
+        norm.backward(pre, statistics, grad, dweight, dbias, [&](int64_t i, auto m, Vec<C> d) {
             m.template store<C>(dresidual + i, d);
-            const auto e = drop ? d * load<C>(kept + i) : d;
-            if (dx) m.template store<C>(dx + i, e);
-            if (a.x_bias) m.template store<C>(dx_bias + i, m.template load<C>(dx_bias + i) + e);
+            if (drop) d *= load<C>(kept + i);
+            if (dx) m.template store<C>(dx + i, d);
+            if (a.x_bias) m.template store<C>(dx_bias + i, m.template load<C>(dx_bias + i) + d);
         });
         commit(a.dresidual.row(row), a.dresidual.dtype, n, dresidual);
         if (dx) commit(a.dx.row(row), a.dx.dtype, n, dx);
@@ -132,13 +99,13 @@ struct LayerNorm {
 
 template <class C>
 void forward_rows(const AddDropoutLayerNormArgs& a, int64_t begin, int64_t end, void* scratch) {
-    const LayerNorm<C> norm{a, static_cast<C*>(scratch)};
-    for (int64_t row = begin; row < end; ++row) norm.forward(row);
+    const AddDropoutLayerNorm<C> op{a, static_cast<C*>(scratch)};
+    for (int64_t row = begin; row < end; ++row) op.forward(row);
 }
 template <class C>
 void backward_rows(const AddDropoutLayerNormArgs& a, int64_t begin, int64_t end, void* scratch, void* sums) {
-    const LayerNorm<C> norm{a, static_cast<C*>(scratch)};
-    for (int64_t row = begin; row < end; ++row) norm.backward(row, static_cast<C*>(sums));
+    const AddDropoutLayerNorm<C> op{a, static_cast<C*>(scratch)};
+    for (int64_t row = begin; row < end; ++row) op.backward(row, static_cast<C*>(sums));
 }
 
 void forward(const AddDropoutLayerNormArgs& a, int64_t begin, int64_t end, void* scratch) {
@@ -188,12 +155,7 @@ struct Call {
         args.weight = weight.data();
         args.bias = bias.data();
         args.dropout = dropout_of(dropout_p, seed);
-        if (row_index.has_value()) {
-            STD_TORCH_CHECK(row_index->numel() == x.count && row_index->scalar_type() == ScalarType::Long &&
-                                row_index->is_contiguous(),
-                            "fastbert: rows must be a contiguous int64 tensor with one number a row");
-            args.row_index = static_cast<const int64_t*>(row_index->const_data_ptr());
-        }
+        args.row_index = row_numbers(row_index, x.count);
         args.eps = eps;
         args.columns = x.columns;
         args.wide = accumulation == DType::f64;

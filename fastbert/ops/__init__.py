@@ -3,6 +3,7 @@
 from .add_dropout_layer_norm import add_dropout_layer_norm as add_dropout_layer_norm
 from .attention import attention as attention
 from .dropout import dropout_bits as dropout_bits
+from .embedding_layer_norm import embedding_layer_norm as embedding_layer_norm
 from .gelu import gelu as gelu
 from .masked_softmax import masked_softmax as masked_softmax
 from .packing import Packing as Packing
@@ -10,4 +11,4 @@ from .packing import pad as pad
 from .packing import unpad as unpad
 
 # The ops that have kernels; each is a module of this package with a BACKENDS tuple.
-OPS = ("attention", "masked_softmax", "add_dropout_layer_norm", "gelu")
+OPS = ("attention", "masked_softmax", "add_dropout_layer_norm", "gelu", "embedding_layer_norm")

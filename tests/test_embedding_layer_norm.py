@@ -1,0 +1,175 @@
+import pytest
+import torch
+from compare import DTYPES, check, results
+
+from fastbert.ops import dropout_bits, embedding_layer_norm
+
+VOCABULARY, TYPES, POSITIONS = 53, 2, 19
+IDS = ("input_ids", "token_type_ids", "position_ids")
+
+
+def inputs(shape, dtype=torch.float32, columns=40):
+    def make(*size):
+        return torch.randn(*size, dtype=torch.float64).to(dtype).requires_grad_()
+
+    return {
+        "input_ids": torch.randint(0, VOCABULARY, shape),
+        "token_type_ids": torch.randint(0, TYPES, shape),
+        "position_ids": torch.arange(shape[-1]) if shape[-1] <= POSITIONS else torch.randint(0, POSITIONS, shape),
+        "word": make(VOCABULARY, columns),
+        "token_type": make(TYPES, columns),
+        "position": make(POSITIONS, columns),
+        "weight": make(columns),
+        "bias": make(columns),
+    }
+
+
+OPTIONS = {"eps": 1e-3, "seed": 77}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("columns", [1, 7, 40, 768, 771])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (70,), (3, 19), (2, 3, 5), (0,), (0, 7)], ids=str)
+def test_matches_reference(backend, shape, dtype, columns, dropout_p):
+    check(embedding_layer_norm, backend, inputs(shape, dtype, columns), dropout_p=dropout_p, padding_idx=0, **OPTIONS)
+
+
+def test_every_length_up_to_130(backend):
+    for n in range(1, 131):
+        check(embedding_layer_norm, backend, inputs((3,), columns=n), dropout_p=0.1, **OPTIONS)
+
+
+def test_repeated_ids_and_padding(backend):
+    """One id many times; the padding row gets no gradient, any other does."""
+    tensors = inputs((500,)) | {"input_ids": torch.randint(0, 3, (500,)), "position_ids": torch.zeros(500).long()}
+    found = check(embedding_layer_norm, backend, tensors, padding_idx=1, **OPTIONS)
+    assert (found["word"][1] == 0).all() and (found["word"][0] != 0).any() and (found["word"][3:] == 0).all()
+    found = check(embedding_layer_norm, backend, tensors, **OPTIONS)
+    assert (found["word"][1] != 0).any()
+
+
+def test_parameters_of_another_dtype(backend):
+    for dtype in DTYPES:
+        tensors = inputs((2, 9), dtype)
+        for name in ("weight", "bias"):
+            tensors[name] = tensors[name].detach().float().requires_grad_()
+        found = check(embedding_layer_norm, backend, tensors, dropout_p=0.1, **OPTIONS)
+        assert found["output"].dtype == dtype and found["weight"].dtype == torch.float32
+
+
+def test_rows_are_what_packing_says(backend):
+    tensors = inputs((4, 6))
+    tensors["position_ids"] = tensors["position_ids"].expand(4, 6)
+    options = {"dropout_p": 0.3, "seed": 7, "backend": backend}
+    padded = embedding_layer_norm(**tensors, **options).flatten(0, 1)
+    indices = torch.tensor([0, 1, 5, 6, 12, 13, 23])
+    packed = tensors | {name: tensors[name].flatten()[indices] for name in IDS}
+    assert torch.equal(embedding_layer_norm(**packed, rows=indices, **options), padded[indices])
+
+
+def test_dropped_elements_are_those_of_the_contract(backend):
+    tensors = inputs((3, 5), columns=67)
+    y = embedding_layer_norm(**tensors, dropout_p=0.4, seed=-9, backend=backend)
+    kept = dropout_bits(-9, 0, torch.arange(15), 67).view(3, 5, 67) >= round(0.4 * 65536)
+    assert torch.equal(y != 0, kept)
+
+
+@pytest.mark.parametrize("make", [lambda s: torch.ones(()).expand(s), lambda s: torch.randn(*s, 2)[..., 0]])
+def test_strided_gradients_and_tables(backend, make):
+    tensors = inputs((3, 5))
+    check(embedding_layer_norm, backend, tensors, grad=make((3, 5, 40)), dropout_p=0.1, **OPTIONS)
+    for name in ("word", "position"):
+        tensors[name] = torch.randn(40, tensors[name].shape[0]).t().requires_grad_()
+    wide = torch.randn(2, 80)
+    tensors["token_type"] = wide[:, 10:50].requires_grad_()
+    check(embedding_layer_norm, backend, tensors, grad=make((3, 5, 40)), dropout_p=0.1, **OPTIONS)
+
+
+def test_subset_of_gradients(backend):
+    for wanted in ("word", "token_type", "position", "weight", "bias"):
+        tensors = inputs((6, 4))
+        for name, t in tensors.items():
+            if name not in IDS:
+                t.requires_grad_(name == wanted)
+        check(embedding_layer_norm, backend, tensors, dropout_p=0.1, **OPTIONS)
+
+
+def test_same_bits_twice_and_for_any_number_of_threads(backend):
+    tensors, grad = inputs((4099,)), torch.randn(4099, 40)
+
+    def run():
+        return results(lambda **t: embedding_layer_norm(**t, dropout_p=0.1, seed=1, backend=backend), tensors, grad)
+
+    threads = torch.get_num_threads()
+    first, second = run(), run()
+    try:
+        torch.set_num_threads(1)
+        third = run()
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    if backend != "eager":
+        assert all(torch.equal(first[n], third[n]) for n in first)
+
+
+def test_gradcheck(backend):
+    tensors = inputs((2, 3), torch.float64, columns=5)
+    ids = {name: tensors.pop(name) for name in IDS}
+    assert torch.autograd.gradcheck(
+        lambda *p: embedding_layer_norm(
+            **ids, **dict(zip(tensors, p, strict=True)), dropout_p=0.2, backend=backend, **OPTIONS
+        ),
+        tuple(tensors.values()),
+    )
+
+
+def test_opcheck_and_compile(backend):
+    if backend == "eager":
+        pytest.skip("eager is made of torch's own operators")
+    ops = getattr(torch.ops, f"fastbert_{backend}")
+    tensors = inputs((3, 4))
+    tensors["position_ids"] = tensors["position_ids"].expand(3, 4).contiguous()
+    arguments = (*tensors.values(), torch.tensor([3]), torch.arange(12), 0.1, 1e-3, 0)
+    torch.library.opcheck(ops.embedding_layer_norm.default, arguments)
+    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
+    torch.library.opcheck(ops.embedding_layer_norm_backward.default, (torch.randn(3, 4, 40), *plain))
+    function = lambda **t: embedding_layer_norm(**t, dropout_p=0.1, backend=backend, **OPTIONS)  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for n in (6, 9):
+        tensors, grad = inputs((2, n)), torch.randn(2, n, 40)
+        traced, direct = results(compiled, tensors, grad), results(function, tensors, grad)
+        assert all(torch.equal(traced[name], direct[name]) for name in direct)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"input_ids": torch.ones(2, 3)}, TypeError, "input_ids is torch.float32; an int64 tensor is accepted"),
+        ({"input_ids": torch.tensor([[53]])}, ValueError, "input_ids holds 53; its table has rows 0 to 52"),
+        ({"token_type_ids": torch.tensor([-1])}, ValueError, "token_type_ids holds -1; its table has rows 0 to 1"),
+        ({"position_ids": torch.arange(4)}, ValueError, r"position_ids has shape \(4,\); it must broadcast"),
+        ({"word": torch.ones(53)}, ValueError, r"word has shape \(53,\)"),
+        ({"position": torch.ones(19, 39)}, ValueError, r"position has shape \(19, 39\); \[ids, 40\] is accepted"),
+        ({"position": torch.ones(19, 40).half()}, TypeError, "position is torch.float16; it must be torch.float32"),
+        ({"weight": torch.ones(39)}, ValueError, r"weight has shape \(39,\)"),
+        ({"padding_idx": 53}, ValueError, "padding_idx is 53; word has rows 0 to 52"),
+        ({"rows": torch.arange(5)}, ValueError, r"rows is torch.int64 of shape \(5,\); int64 of \(6,\)"),
+        ({"dropout_p": 2}, ValueError, "dropout_p is 2"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_errors_name_the_argument(change, error, message):
+    with pytest.raises(error, match=message):
+        embedding_layer_norm(**(inputs((2, 3)) | change))
+
+
+def test_a_direct_call_with_bad_ids_raises(backend):
+    """The registered op itself must not read outside its tables."""
+    if backend == "eager":
+        pytest.skip("torch's own embedding checks its ids")
+    tensors = {name: t.detach() for name, t in inputs((4,)).items()}
+    tensors["input_ids"][2] = VOCABULARY
+    op = getattr(torch.ops, f"fastbert_{backend}").embedding_layer_norm.default
+    with pytest.raises(RuntimeError, match="an id is outside its table: 53"):
+        op(*tensors.values(), None, None, 0.0, 1e-3, -1)
