@@ -49,9 +49,7 @@ def add_dropout_layer_norm(
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}; [..., N] with N > 0 is needed")
     if x.shape != residual.shape:
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}, they must agree"
-        )
+        raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}, they must agree")
     check_device("residual", residual, x)
     for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
         if vector is None and name != "x_bias":

@@ -1,0 +1,205 @@
+"""Cross-entropy of the labelled rows of a masked language model, from hidden states to loss in one op.
+
+``logits = hidden @ weight^T + bias`` is made for labelled rows alone and a slice of them at a time, and turns into its
+own gradient in place: neither ``[tokens, vocab]`` nor ``[rows, vocab]`` ever lives, and the gradients of hidden, weight
+and bias are made in the same sweep, with three products where recomputation would need four.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import cpu
+from .checks import accumulation_dtype, check_device, check_floating
+from .registry import Backend, Operator, select
+
+# Logits alive at once: a slice that the outer caches hold between the products on either side of it.
+SLICE_BYTES = 32 << 20
+
+
+def masked_lm_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    backend: str | None = None,
+) -> Tensor:
+    """Mean over the labelled rows of ``-log softmax(hidden @ weight^T + bias)[label]``.
+
+    ``hidden``: ``[..., N]``; ``weight``: ``[V, N]``, the same floating dtype; ``bias``: ``[V]``, any floating dtype, or
+    None; ``labels``: int64 ``[...]``, ids 0 to V - 1, or ``ignore_index`` for rows without one. Returns a scalar in
+    float32 (float64 for float64): 0, with zero gradients, where no row has a label. Under autocast hidden and weight
+    are cast to its dtype, as a linear layer casts them.
+
+    Raises ``TypeError`` or ``ValueError`` naming the argument, on the CPU also for a label outside the vocabulary;
+    ``NotImplementedError`` if the backend asked for cannot serve the call.
+    """
+    check_floating("hidden", hidden)
+    check_floating("weight", weight)
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; hidden {tuple(hidden.shape)} needs [vocab, hidden.shape[-1]]"
+        )
+    if weight.dtype != hidden.dtype:
+        raise TypeError(f"weight is {weight.dtype}; it must be {hidden.dtype}, the dtype of hidden")
+    check_device("weight", weight, hidden)
+    if bias is not None:
+        check_floating("bias", bias)
+        check_device("bias", bias, hidden)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; weight needs ({weight.shape[0]},)")
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        what = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+        raise TypeError(f"labels is {what}; an int64 tensor is accepted")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels has shape {tuple(labels.shape)}; hidden needs {tuple(hidden.shape[:-1])}")
+    check_device("labels", labels, hidden)
+    if device_type == "cpu" and not torch.compiler.is_compiling():
+        wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= weight.shape[0]))]
+        if wrong.numel():
+            raise ValueError(
+                f"labels holds {int(wrong[0])}; accepted are 0 to {weight.shape[0] - 1} and ignore_index, "
+                f"{ignore_index}"
+            )
+    args = (hidden.flatten(0, -2) if hidden.dim() > 1 else hidden[None], weight, bias, labels.flatten(), ignore_index)
+    return select("masked_lm_loss", BACKENDS, backend, args).call(*args)
+
+
+def reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int) -> Tensor:
+    """Plain PyTorch; what every backend is checked against."""
+    dtype = accumulation_dtype(hidden)
+    logits = F.linear(hidden, weight)
+    if bias is not None:
+        logits = logits.to(dtype) + bias.to(dtype)
+    total = F.cross_entropy(logits.to(dtype), labels, ignore_index=ignore_index, reduction="sum")
+    return total / (labels != ignore_index).sum().clamp(min=1)
+
+
+def _with_gradients_wanted(call):
+    """``call`` with the last argument filled in: which of hidden, weight and bias need a gradient."""
+
+    def wanted(hidden, weight, bias, labels, ignore_index):
+        tracked = torch.is_grad_enabled()
+        wants = [tracked and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        return call(hidden, weight, bias, labels, ignore_index, wants)[0]
+
+    return wanted
+
+
+def _setup_context(ctx, inputs, output):
+    _, dhidden, dweight, dbias = output
+    ctx.wanted = inputs[-1]
+    ctx.bias_dtype = None if inputs[2] is None else inputs[2].dtype
+    ctx.mark_non_differentiable(dhidden, dweight, dbias)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(dhidden, dweight, dbias)
+
+
+def _gradients(ctx, backward_op, grad, *_):
+    if grad is None:
+        return (None,) * 6
+    found = ctx.saved_tensors
+    # The loss is nearly always the root of backward or a summand of it: its gradient is 1, nothing is to be scaled, and
+    # where looking costs no synchronisation the gradients are handed on as they are.
+    if type(grad) is not Tensor or grad.device.type != "cpu" or grad.item() != 1.0:
+        found = backward_op(grad, *found)
+    dhidden, dweight, dbias = (g if want else None for g, want in zip(found, ctx.wanted, strict=True))
+    return dhidden, dweight, None if dbias is None else dbias.to(ctx.bias_dtype), None, None, None
+
+
+def _fake_forward(hidden, weight, bias, labels, ignore_index, wanted):
+    dtype = accumulation_dtype(hidden)
+    return (
+        hidden.new_empty((), dtype=dtype),
+        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
+        weight.new_empty(weight.shape if wanted[1] else (0,)),
+        weight.new_empty(weight.shape[:1] if wanted[2] else (0,), dtype=dtype),
+    )
+
+
+OPERATOR = Operator(
+    name="masked_lm_loss",
+    # The loss and, where wanted (of hidden, weight, bias), its gradients, else empty tensors; dbias in the accumulation
+    # dtype.
+    forward="(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, bool[] wanted)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    backward="(Tensor grad, Tensor dhidden, Tensor dweight, Tensor dbias) -> (Tensor, Tensor, Tensor)",
+    fake_forward=_fake_forward,
+    fake_backward=lambda grad, *found: tuple(torch.empty_like(g) for g in found),
+    setup_context=_setup_context,
+    gradients=_gradients,
+)
+
+
+def _cpu_forward(hidden, weight, bias, labels, ignore_index, wanted):
+    rows = (labels != ignore_index).nonzero().flatten()
+    total = hidden.new_zeros((), dtype=torch.float64)
+    loss, dhidden, dweight, dbias = _fake_forward(hidden, weight, bias, labels, ignore_index, wanted)
+    if wanted[0]:
+        dhidden.zero_()
+    vocabulary, count = weight.shape[0], rows.shape[0]
+    step = max(64, SLICE_BYTES // (vocabulary * hidden.element_size()))
+    # Over several slices a 16-bit dweight would be rounded as often: it is summed in float32.
+    sum_dtype = accumulation_dtype(hidden) if count > step else weight.dtype
+    dweight_sum = dweight if sum_dtype == weight.dtype else dweight.to(sum_dtype)
+    if count == 0:
+        return loss.zero_(), dhidden, dweight.zero_(), dbias.zero_()
+    for start in range(0, count, step):
+        part = rows[start : start + step]
+        h = hidden.index_select(0, part)
+        logits = h @ weight.t()
+        losses, column_sums = torch.ops.fastbert_cpu.masked_lm_loss_rows_(
+            logits, bias, labels.index_select(0, part), 1.0 / count
+        )
+        total += losses
+        if wanted[0]:
+            dhidden.index_copy_(0, part, logits @ weight)
+        if wanted[1]:
+            _accumulate(dweight_sum, logits.t(), h, first=start == 0)
+        if wanted[2]:
+            dbias.copy_(column_sums) if start == 0 else dbias.add_(column_sums)
+    if dweight_sum is not dweight:
+        dweight.copy_(dweight_sum)
+    return loss.copy_(total / count), dhidden, dweight, dbias
+
+
+def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """``total (+)= a @ b``, the product in the dtype of ``a``."""
+    if total.dtype != a.dtype:
+        product = a @ b
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(a, b, out=total)
+    else:
+        total.addmm_(a, b)
+
+
+def _cpu_backward(grad, *found):
+    return tuple(g * grad.to(g.dtype) for g in found)
+
+
+CPU = OPERATOR.register("cpu")
+torch.library.define(
+    "fastbert_cpu::masked_lm_loss_rows_",
+    "(Tensor(a!) logits, Tensor? bias, Tensor labels, float scale) -> (Tensor, Tensor)",
+)
+torch.library.impl("fastbert_cpu::masked_lm_loss", "cpu", _cpu_forward)
+torch.library.impl("fastbert_cpu::masked_lm_loss_backward", "cpu", _cpu_backward)
+
+
+def _cpu_why_not(hidden, *rest) -> str | None:
+    return cpu.why_not(hidden)
+
+
+BACKENDS = (
+    Backend("cpu", _with_gradients_wanted(CPU), _cpu_why_not, cpu.unavailable),
+    Backend("eager", reference, lambda *args: None),
+)
