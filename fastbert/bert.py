@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import ops
-from .ops.add_dropout_layer_norm import row_multiplier
 from .ops.checks import accumulation_dtype
-from .ops.dropout import seed_tensor, threshold
+from .ops.dropout import threshold
 from .ops.packing import Packing, pad, take
 
 if TYPE_CHECKING:
@@ -178,24 +177,30 @@ def prepare_mask(attention_mask: Tensor, batch: int, seqlen: int) -> Tensor:
     Raises ``TypeError`` for a floating ``[B, S]`` mask, of which nobody can say whether 0 means "off" or "add
     nothing", and for integers in four dimensions; ``ValueError`` for another shape.
     """
-    accepted = (
-        f"accepted are bool or 0/1 integers [{batch}, {seqlen}], and bool or additive floating "
-        f"[{batch}, 1, 1, {seqlen}]"
-    )
-    given = f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
     if attention_mask.dim() == 4:
         if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
-            raise TypeError(f"{given}, which may be 0/1 or additive; {accepted}")
+            raise TypeError(_refusal(attention_mask, batch, seqlen, ", which may be 0/1 or additive"))
         if attention_mask.shape[0] not in (1, batch) or attention_mask.shape[-1] != seqlen:
-            raise ValueError(f"{given}; {accepted}")
+            raise ValueError(_refusal(attention_mask, batch, seqlen))
         return attention_mask
     if attention_mask.is_floating_point():
-        raise TypeError(f"{given}, which may be 0/1 or additive: pass mask.bool() if 1 means attend; {accepted}")
+        raise TypeError(
+            _refusal(
+                attention_mask, batch, seqlen, ", which may be 0/1 or additive: pass mask.bool() if 1 means attend"
+            )
+        )
     if attention_mask.shape == (batch, seqlen):
         return (attention_mask != 0)[:, None, None, :]
     if attention_mask.shape == (batch, seqlen, seqlen):
         return (attention_mask != 0)[:, None]
-    raise ValueError(f"{given}; {accepted}")
+    raise ValueError(_refusal(attention_mask, batch, seqlen))
+
+
+def _refusal(mask: Tensor, batch: int, seqlen: int, reason: str = "") -> str:
+    return (
+        f"attention_mask is {mask.dtype} of shape {tuple(mask.shape)}{reason}; accepted are bool or 0/1 integers "
+        f"[{batch}, {seqlen}], and bool or additive floating [{batch}, 1, 1, {seqlen}]"
+    )
 
 
 def first_tokens(hidden_states: Tensor, mask: Tensor | Packing | None) -> Tensor:
@@ -266,35 +271,39 @@ class BertEmbeddings(nn.Module):
             raise ValueError(
                 f"input_ids has sequences of {seqlen}; up to max_position_embeddings, {limit}, are accepted"
             )
-        rows = None  # of the padded batch [B, S]: dropout's coordinates
+        rows = None  # each token's place in the padded batch [B, S], where it is not the place in input_ids
         if packing is not None:
             rows = packing.indices
             position_ids = rows % seqlen if position_ids is None else _packed(position_ids, packing)
             input_ids = _packed(input_ids, packing)
             token_type_ids = None if token_type_ids is None else _packed(token_type_ids, packing)
-        elif not self.batch_first:
-            index = torch.arange(input_ids.numel(), device=input_ids.device)
-            rows = index.view(input_ids.shape[::-1]).t().flatten()
-        if position_ids is not None:
-            position = F.embedding(position_ids, self.position_embeddings.weight)
         else:
-            position = self.position_embeddings.weight[:seqlen]
-        if packing is None and not self.batch_first:
-            position = position.transpose(0, 1) if position_ids is not None else position[:, None]
+            if position_ids is None:
+                position_ids = torch.arange(seqlen, device=input_ids.device)[None]
+            if not self.batch_first:
+                position_ids = position_ids.t()
+                place = torch.arange(input_ids.numel(), device=input_ids.device)
+                rows = place.view(input_ids.shape[::-1]).t().flatten()
         if token_type_ids is None:
-            token_type = self.token_type_embeddings.weight[0]
-        else:
-            token_type = self.token_type_embeddings(token_type_ids)
-        embeddings = self.word_embeddings(input_ids) + position + token_type
+            token_type_ids = input_ids.new_zeros(())
+        word, token_type, position = self.word_embeddings, self.token_type_embeddings, self.position_embeddings
         if not self.config.embedding_layer_norm:
-            return embeddings
-        embeddings = self.LayerNorm(embeddings)
-        dropout_p = self.config.hidden_dropout_prob if self.training else 0.0
-        if not threshold(dropout_p):
-            return embeddings
-        wide = embeddings.to(accumulation_dtype(embeddings))
-        kept = row_multiplier(wide, seed_tensor(seed, wide.device), rows, dropout_p)
-        return (wide * kept).to(embeddings.dtype)
+            return word(input_ids) + token_type(token_type_ids) + position(position_ids)
+        return ops.embedding_layer_norm(
+            input_ids,
+            token_type_ids,
+            position_ids,
+            word.weight,
+            token_type.weight,
+            position.weight,
+            self.LayerNorm.weight,
+            self.LayerNorm.bias,
+            dropout_p=self.config.hidden_dropout_prob if self.training else 0.0,
+            eps=self.LayerNorm.eps,
+            seed=seed,
+            rows=rows,
+            padding_idx=self.config.pad_token_id,
+        )
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         state_dict.pop(prefix + "position_ids", None)  # a buffer of older checkpoints, 0, 1, 2, ...

@@ -799,18 +799,19 @@ def test_reads_a_hugging_face_encoder_and_heads(transformers, tmp_path, name):
 # torch.compile
 
 
-@pytest.mark.parametrize("form", ["packing", "none", "mask", "masked_positions"])
-def test_compiles_into_one_graph(backend, form):
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("packing", "eager"), ("packing", None), ("none", None), ("mask", None), ("masked_positions", None)],
+)
+def test_compiles_into_one_graph(form, name):
     """The whole model and its loss, forward and backward, with dropout on; new batch shapes do not compile anew."""
-    if backend in ("triton", "cuda"):
-        pytest.skip("float64 comparison; the ops' own suites compile this backend")
     model = build(BertForPreTraining, dataclasses.replace(CONFIG, num_hidden_layers=1)).train()
     model.unpad = False
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     graphs = []
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for batch, seqlen in ((4, 12), (5, 14), (3, 9), (7, 23)):
+    for batch, seqlen in ((4, 12), (5, 14), (7, 23)):
         on = torch.arange(seqlen) < torch.randint(2, seqlen, (batch,))[:, None]
         on[0] = True
         labels = torch.where((torch.rand(batch, seqlen) < 0.4) & on, torch.randint(0, 97, on.shape), -100)
@@ -823,14 +824,14 @@ def test_compiles_into_one_graph(backend, form):
         if form == "masked_positions":
             given["masked_positions"] = torch.zeros(batch, 3, dtype=torch.int64)
             given["labels"] = labels[:, :3]
-        with fastbert.use_backend(backend):
+        with fastbert.use_backend(name):
             traced = step(compiled, given)
             direct = step(model, given)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         torch.testing.assert_close(traced[0].loss, direct[0].loss, rtol=1e-10, atol=0)
-        for name, gradient in direct[1].items():
-            torch.testing.assert_close(traced[1]["_orig_mod." + name], gradient, rtol=0, atol=1e-10)
-    assert graphs[-1] == graphs[1] <= 2, graphs
+        for key, gradient in direct[1].items():
+            torch.testing.assert_close(traced[1]["_orig_mod." + key], gradient, rtol=0, atol=1e-10)
+    assert graphs[2] == graphs[1] <= 2, graphs
 
 
 def test_every_model_is_exported():
