@@ -730,7 +730,10 @@ class BertWithHeads(BertPreTrainedModel):
             rows, labels = _labelled_rows(hidden_states, labels, packing)
         else:
             rows, labels = _rows_at(hidden_states, labels, masked_positions, packing)
-        return mean_cross_entropy(self.cls.predictions(rows), labels)
+        head = self.cls.predictions
+        return ops.masked_lm_loss(
+            head.transform(rows), head.decoder.weight, head.bias, labels, ignore_index=IGNORE_INDEX
+        )
 
 
 class BertForPreTraining(BertWithHeads):
@@ -857,7 +860,7 @@ def _labelled_rows(hidden_states: Tensor, labels: Tensor, packing: Packing | Non
         )
     rows, labels = hidden_states.flatten(0, -2), labels.flatten()
     if torch.compiler.is_compiling():
-        return rows, labels  # a tracer knows no sizes that depend on data: the loss skips unlabelled rows
+        return rows, labels  # a tracer knows no sizes that depend on data: the loss leaves out the other rows
     labelled = (labels != IGNORE_INDEX).nonzero().flatten()
     return rows.index_select(0, labelled), labels.index_select(0, labelled)
 

@@ -393,14 +393,15 @@ def test_loss_is_that_of_the_logits():
     torch.testing.assert_close(masked(**given).logits, logits.prediction_logits, rtol=0, atol=1e-12)
 
 
-def test_logits_are_made_of_labelled_rows_alone():
+def test_the_head_sees_labelled_rows_alone():
     on = masks()["right"]
     given, wanted = inputs(on)
     model = build(BertForPreTraining)
     seen = []
-    model.cls.predictions.register_forward_hook(lambda module, args, logits: seen.append(tuple(logits.shape)))
+    model.cls.predictions.transform.register_forward_hook(lambda module, args, y: seen.append(tuple(y.shape)))
+    model.cls.predictions.register_forward_hook(lambda module, args, y: seen.append("logits of all tokens"))
     model(**given, **wanted, attention_mask=on)
-    assert seen == [(int((wanted["labels"] != -100).sum()), 97)]
+    assert seen == [(int((wanted["labels"] != -100).sum()), CONFIG.hidden_size)]
 
 
 @pytest.mark.parametrize("unpad", [True, False])
