@@ -223,13 +223,11 @@ def first_tokens(hidden_states: Tensor, mask: Tensor | Packing | None) -> Tensor
 
 
 def _packed(ids: Tensor, packing: Packing) -> Tensor:
-    """``[T]`` of ids that are padded, ``[B or 1, S]``, or packed already."""
+    """``[T]`` of ids that are padded, ``[B, S]``, or packed already."""
     if ids.dim() == 1:
         if ids.shape[0] != packing.tokens:
             raise ValueError(f"the ids have shape {tuple(ids.shape)}; their packing holds {packing.tokens} tokens")
         return ids
-    if ids.shape[0] == 1:
-        ids = ids.expand(packing.batch, -1)
     return take(ids, packing)
 
 
@@ -274,7 +272,12 @@ class BertEmbeddings(nn.Module):
         rows = None  # each token's place in the padded batch [B, S], where it is not the place in input_ids
         if packing is not None:
             rows = packing.indices
-            position_ids = rows % seqlen if position_ids is None else _packed(position_ids, packing)
+            if position_ids is None:
+                position_ids = rows % seqlen
+            else:
+                if position_ids.dim() == 2 and position_ids.shape[0] == 1:
+                    position_ids = position_ids.expand(packing.batch, -1)
+                position_ids = _packed(position_ids, packing)
             input_ids = _packed(input_ids, packing)
             token_type_ids = None if token_type_ids is None else _packed(token_type_ids, packing)
         else:
