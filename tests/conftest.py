@@ -4,8 +4,17 @@ import importlib
 import os
 from pathlib import Path
 
+import interpreter
 import pytest
 import torch
+
+from fastbert.ops.triton import INTERPRETED
+
+WITH_FLOAT64 = ("eager", "cpu")
+ON_GPU = () if INTERPRETED else ("triton",)
+
+if INTERPRETED:
+    interpreter.repair()
 
 
 def usable_backends(op):
@@ -25,6 +34,32 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", names)
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "float64: the test is of float64 alone, which not every backend has")
+
+
+def pytest_collection_modifyitems(config, items):
+    """float64 is asked only of the backends that have it."""
+
+    def applies(item):
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        wide = torch.float64 in given.values() or item.get_closest_marker("float64")
+        return not wide or given.get("backend", "eager") in WITH_FLOAT64
+
+    kept = [item for item in items if applies(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not applies(item)])
+    items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def device_of_the_backend(request):
+    """Tensors are made where the test's backend runs."""
+    name = request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
+    torch.set_default_device("cuda" if name in ON_GPU else None)
+    yield
+    torch.set_default_device(None)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """torch.empty, also from C++, comes filled with NaN: an element that a kernel forgets to write shows."""
@@ -35,7 +70,7 @@ def poisoned_memory():
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def seeded(device_of_the_backend):
     torch.manual_seed(0)
 
 
@@ -45,7 +80,8 @@ def golden():
     from safetensors import safe_open
 
     def load(name):
-        with safe_open(Path(__file__).parent / "golden" / f"{name}.safetensors", "pt") as file:
+        path = Path(__file__).parent / "golden" / f"{name}.safetensors"
+        with safe_open(path, "pt", device=str(torch.get_default_device())) as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
     return load

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu
+from . import cpu, triton
 from .checks import accumulation_dtype, check_floating, check_vector
 from .registry import Backend, Operator, select
 
@@ -71,7 +71,12 @@ def _cpu_why_not(x: Tensor, bias: Tensor | None, approximate: str) -> str | None
     return cpu.why_not(x)
 
 
+def _triton_why_not(x: Tensor, bias: Tensor | None, approximate: str) -> str | None:
+    return triton.why_not(x, bias)
+
+
 BACKENDS = (
     Backend("cpu", OPERATOR.register("cpu"), _cpu_why_not, cpu.unavailable),
+    Backend("triton", triton.register(OPERATOR), _triton_why_not, triton.unavailable),
     Backend("eager", reference, lambda *args: None),
 )
