@@ -168,7 +168,7 @@ class Mask {
 public:
     // `shared` and `poison`: memory for head.keys elements each.
     Mask(const Head<C>& head, C* shared, C* poison)
-        : head_(head), call_(head.call), shared_(shared), poison_(poison), end_(head.keys) {
+        : head_(head), call_(head.call), shared_(shared), poison_(poison), end_(head.queries ? head.keys : 0) {
         const bool has_mask = call_.mask_kind != MaskKind::none;
         per_query_ = call_.lengths_per_query || (has_mask && call_.mask_row != 0 && head.queries > 1);
         if (per_query_ || !has_mask) return;
@@ -479,6 +479,35 @@ void forward_head(const AttentionCall& call, int64_t batch, int64_t head_index, 
     }
 }
 
+// From a row of scores and of gradients of the dropped probabilities to the gradients of the scores.
+template <class C>
+struct RowGradient {
+    C shift, factor;  // p = exp(score - shift) * factor
+    C delta;          // sum over keys of p * dp
+
+    Vec<C> probability(Vec<C> score) const { return exp_difference(score - splat(shift)) * splat(factor); }
+
+    void add_delta(const C* scores, const C* dp, int64_t n, const C* multipliers) {
+        Vec<C> sums{};
+        for (int64_t j = 0; j < n; j += kLanes<C>) {
+            const Vec<C> product = probability(load<C>(scores + j)) * load<C>(dp + j);
+            sums += multipliers ? product * load<C>(multipliers + j) : product;
+        }
+        delta += sum<C>(sums);
+    }
+    // scores: in, scores; out, dropped probabilities. dp: in, their gradients; out, gradients of the scores.
+    void apply(C* scores, C* dp, int64_t n, const C* multipliers) const {
+        for (int64_t j = 0; j < n; j += kLanes<C>) {
+            const Vec<C> p = probability(load<C>(scores + j)),
+                         keep = multipliers ? load<C>(multipliers + j) : splat(C(1));
+            // Where p is 0 (off, at the least), a delta or gradient that is NaN reaches nothing.
+            const Vec<C> ds = p * (load<C>(dp + j) * keep - splat(delta));
+            store<C>(dp + j, p == 0 ? Vec<C>{} : ds);
+            store<C>(scores + j, p * keep);
+        }
+    }
+};
+
 template <class C>
 void backward_head(const AttentionCall& call, int64_t batch, int64_t head_index) {
     const Head<C> head(call, batch, head_index);
@@ -509,69 +538,86 @@ void backward_head(const AttentionCall& call, int64_t batch, int64_t head_index)
     std::memset(dk, 0, (range.count() + kPanel<C>)*width * sizeof(C));
     std::memset(dv, 0, (range.count() + kPanel<C>)*width * sizeof(C));
 
+    // delta, the sum over keys of p * dp, is the sum over D of gradient * out as well; but out was rounded, and in 16
+    // bits that shows where a row has few keys.
+    const bool rounded = call.out.dtype == DType::bf16 || call.out.dtype == DType::f16;
+    const bool one_tile = range.count() <= kBackwardKeys;
+
     for (int64_t row = 0; row < head.queries; row += kBackwardRows) {
         const int64_t rows = head.queries - row < kBackwardRows ? head.queries - row : kBackwardRows;
-        // p = exp(score - shift) * factor;  delta = sum over D of gradient * out = sum over keys of p * dp.
-        C shift[kBackwardRows], factor[kBackwardRows], delta[kBackwardRows];
+        RowGradient<C> row_gradient[kBackwardRows];
         bool coarse = false;
         for (int64_t i = 0; i < rows; ++i) {
-            head.read(call.query, row + i, scale, q + i * width);
-            head.read(call.grad, row + i, 1, g + i * width);
-            C* out = dq;
-            head.read(call.out, row + i, 1, out);
-            delta[i] = reduce<C>(head.size, [&](int64_t d, auto m) {
-                return m.template load<C>(g + i * width + d) * m.template load<C>(out + d);
-            });
-            shift[i] = head.lse[row + i];
-            factor[i] = 1;
-            coarse |= std::fabs(shift[i]) > kFineLse && std::fabs(shift[i]) < -kOff<C>;
+            C *qi = q + i * width, *gi = g + i * width, *out = dq;
+            head.read(call.query, row + i, scale, qi);
+            head.read(call.grad, row + i, 1, gi);
+            C delta = 0;
+            if (!rounded) {
+                head.read(call.out, row + i, 1, out);
+                delta = reduce<C>(head.size, [&](int64_t d, auto m) {
+                    return m.template load<C>(gi + d) * m.template load<C>(out + d);
+                });
+            }
+            const C lse = head.lse[row + i];
+            row_gradient[i] = {lse, 1, delta};
+            coarse |= std::fabs(lse) > kFineLse && std::fabs(lse) < -kOff<C>;
         }
         pack_rows(q, width, rows, width, q_packed, kBackwardRows * kPanel<C>);
         pack_rows(g, width, rows, width, g_packed, kBackwardRows * kPanel<C>);
-        const auto scores = [&](int64_t begin, int64_t n) {
-            gemm<C>(rows, n, head.size, q, width, 1, keys + (begin - range.base) * head.size, kPanel<C> * head.size, p,
-                    stride, false);
+
+        const auto for_tiles = [&](auto&& f) { for_key_tiles<C, kBackwardKeys>(mask, range, row, row + rows, f); };
+        const auto find_scores = [&](int64_t begin, int64_t n) {
+            const int64_t at = begin - range.base;
+            gemm<C>(rows, n, head.size, q, width, 1, keys + at * head.size, kPanel<C> * head.size, p, stride, false);
             for (int64_t i = 0; i < rows; ++i) add_mask(p + i * stride, n, mask.row(row + i, begin, n, bias));
+        };
+        // scores, and gradients of the dropped probabilities
+        const auto find_tile = [&](int64_t begin, int64_t n) {
+            const int64_t at = begin - range.base;
+            find_scores(begin, n);
+            gemm<C>(rows, n, head.size, g, width, 1, values + at * head.size, kPanel<C> * head.size, dp, stride, false);
+        };
+        const auto drop = [&](int64_t i, int64_t begin, int64_t n) -> const C* {
+            if (!call.dropout.active()) return nullptr;
+            dropout_multipliers<C>(call.dropout, head.dropout_keys(row + i), begin, n, multipliers);
+            return multipliers;
         };
         if (coarse) {
             RunningSoftmax<C> softmax[kBackwardRows];
             for (int64_t i = 0; i < rows; ++i) softmax[i].reset();
-            for_key_tiles<C, kBackwardKeys>(mask, range, row, row + rows, [&](int64_t begin, int64_t n) {
-                scores(begin, n);
+            for_tiles([&](int64_t begin, int64_t n) {
+                find_scores(begin, n);
                 for (int64_t i = 0; i < rows; ++i) softmax[i].add(p + i * stride, n, nullptr);
             });
             for (int64_t i = 0; i < rows; ++i) {
-                shift[i] = softmax[i].shift();
-                factor[i] = softmax[i].inverse();
+                row_gradient[i].shift = softmax[i].shift();
+                row_gradient[i].factor = softmax[i].inverse();
             }
         }
-        bool any = false;
-        for_key_tiles<C, kBackwardKeys>(mask, range, row, row + rows, [&](int64_t begin, int64_t n) {
+        if (rounded && !one_tile)
+            for_tiles([&](int64_t begin, int64_t n) {
+                find_tile(begin, n);
+                for (int64_t i = 0; i < rows; ++i)
+                    row_gradient[i].add_delta(p + i * stride, dp + i * stride, n, drop(i, begin, n));
+            });
+        bool started = false;
+        for_tiles([&](int64_t begin, int64_t n) {
             const int64_t at = begin - range.base;
-            scores(begin, n);
-            gemm<C>(rows, n, head.size, g, width, 1, values + at * head.size, kPanel<C> * head.size, dp, stride, false);
+            find_tile(begin, n);
             for (int64_t i = 0; i < rows; ++i) {
                 C *pi = p + i * stride, *di = dp + i * stride;
-                const bool drop = call.dropout.active();
-                if (drop) dropout_multipliers<C>(call.dropout, head.dropout_keys(row + i), begin, n, multipliers);
-                const Vec<C> offset = splat(shift[i]), times = splat(factor[i]), mean = splat(delta[i]);
-                for (int64_t j = 0; j < n; j += kLanes<C>) {
-                    const Vec<C> probability = exp_difference(load<C>(pi + j) - offset) * times;
-                    const Vec<C> keep = drop ? load<C>(multipliers + j) : splat(C(1));
-                    // Where p is 0 (off, at the least), a delta or gradient that is NaN reaches nothing.
-                    const Vec<C> ds = probability * (load<C>(di + j) * keep - mean);
-                    store<C>(di + j, probability == 0 ? Vec<C>{} : ds);
-                    store<C>(pi + j, probability * keep);
-                }
+                const C* kept = drop(i, begin, n);
+                if (rounded && one_tile) row_gradient[i].add_delta(pi, di, n, kept);
+                row_gradient[i].apply(pi, di, n, kept);
             }
             gemm<C>(n, width, rows, p, 1, stride, g_packed, kBackwardRows * kPanel<C>, dv + at * width, width, true);
             gemm<C>(n, width, rows, dp, 1, stride, q_packed, kBackwardRows * kPanel<C>, dk + at * width, width, true);
             gemm<C>(rows, width, n, dp, stride, 1, key_rows + at * kPanel<C>, range.count() * kPanel<C>, dq, width,
-                    any);
-            any = true;
+                    started);
+            started = true;
         });
         for (int64_t i = 0; i < rows; ++i) {
-            for (int64_t d = 0; d < width; ++d) dq[i * width + d] = any ? dq[i * width + d] * scale : C(0);
+            for (int64_t d = 0; d < width; ++d) dq[i * width + d] = started ? dq[i * width + d] * scale : C(0);
             head.write(call.dquery, row + i, dq + i * width);
         }
     }

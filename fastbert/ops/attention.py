@@ -84,9 +84,13 @@ def attention(
     return select("attention", BACKENDS, backend, args).call(*args)
 
 
+def _in_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As autocast treats scaled_dot_product_attention: everything but float64 in its dtype."""
-    if not isinstance(tensors[0], Tensor) or not torch.is_autocast_enabled(tensors[0].device.type):
+    if not isinstance(tensors[0], Tensor) or not _in_autocast(tensors[0].device.type):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     narrow = (torch.float32, torch.bfloat16, torch.float16)
@@ -175,8 +179,7 @@ def reference(
 ) -> Tensor:
     """Plain PyTorch; what every backend is checked against."""
     device_type = query.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+    with torch.autocast(device_type, enabled=False) if _in_autocast(device_type) else nullcontext():
         if cu_seqlens is None:
             return _dense_reference(query, key, value, mask, lengths, scale, dropout_p, seed)
         # To [B, max_seqlen] and back. Padding is row T, a row of zeros.
