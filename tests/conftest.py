@@ -11,10 +11,14 @@ import torch
 from fastbert.ops.triton import INTERPRETED
 
 WITH_FLOAT64 = ("eager", "cpu")
-ON_GPU = () if INTERPRETED else ("triton",)
+ON_GPU = ("cuda",) if INTERPRETED else ("triton", "cuda")
 
 if INTERPRETED:
     interpreter.repair()
+if os.environ.get("FASTBERT_SIMT") == "1":
+    from simt import backend as simt_backend
+
+    simt_backend.join()
 
 
 def usable_backends(op):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu, triton
+from . import cpu, cuda, triton
 from .checks import accumulation_dtype, check_floating, check_vector
 from .registry import Backend, Operator, select
 
@@ -75,8 +75,13 @@ def _triton_why_not(x: Tensor, bias: Tensor | None, approximate: str) -> str | N
     return triton.why_not(x, bias)
 
 
+def _cuda_why_not(x: Tensor, bias: Tensor | None, approximate: str) -> str | None:
+    return cuda.why_not(x, bias)
+
+
 BACKENDS = (
     Backend("cpu", OPERATOR.register("cpu"), _cpu_why_not, cpu.unavailable),
     Backend("triton", triton.register(OPERATOR), _triton_why_not, triton.unavailable),
+    Backend("cuda", OPERATOR.register("cuda"), _cuda_why_not, cuda.unavailable),
     Backend("eager", reference, lambda *args: None),
 )

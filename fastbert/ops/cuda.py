@@ -1,0 +1,51 @@
+"""The CUDA library: loaded once, at import, where torch has CUDA; or the reason why it is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def _load() -> str | None:
+    """Load the CUDA kernels into torch; returns why that failed, or None."""
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    library = _PACKAGE / "_cuda.so"
+    if not library.exists():
+        record = _PACKAGE / "_build.json"
+        reasons = json.loads(record.read_text()) if record.exists() else {}
+        return f"the CUDA kernels are not there: {reasons.get('cuda', 'the package was not built')}"
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        return f"the CUDA kernels did not load: {error}"
+    return None
+
+
+_reason = _load()
+
+
+def unavailable() -> str | None:
+    """None if the CUDA kernels are loaded and there is a GPU, else what is missing."""
+    if _reason is None and not torch.cuda.is_available():
+        return "no GPU that torch can use"
+    return _reason
+
+
+def unsupported(*tensors: torch.Tensor | None) -> str | None:
+    """What no CUDA kernel takes, on whatever device, or None."""
+    if any(t is not None and t.dtype == torch.float64 for t in tensors):
+        return "an input is float64; float32, bfloat16 and float16 are supported"
+    return None
+
+
+def why_not(*tensors: torch.Tensor | None) -> str | None:
+    """What speaks against the CUDA kernels for these inputs, or None."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_cuda:
+            return _reason or f"the inputs are on {tensor.device}, not on a GPU"
+    return _reason or unsupported(*tensors)
