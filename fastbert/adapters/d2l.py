@@ -55,7 +55,8 @@ HIDDEN_SIZES = (
 )
 
 
-def _native_config(config: Mapping[str, Any]) -> BertConfig:
+def native_config(config: Mapping[str, Any]) -> BertConfig:
+    """The configuration here of the settings that the notebook passes to its ``BERTModel``."""
     hidden_size = config["num_hiddens"]
     for name in HIDDEN_SIZES:
         require_equal(config, name, hidden_size)
@@ -80,7 +81,7 @@ def _native_config(config: Mapping[str, Any]) -> BertConfig:
 
 def from_state_dict(state_dict: Mapping[str, Tensor], config: Mapping[str, Any]) -> BertForPreTraining:
     """A ``BertForPreTraining`` with the parameters of the notebook's ``BERTModel``."""
-    model = BertForPreTraining(_native_config(config))
+    model = BertForPreTraining(native_config(config))
     state = dict(state_dict)
     if POSITIONS in state:
         state[POSITIONS] = state[POSITIONS].squeeze(0)

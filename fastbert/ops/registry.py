@@ -57,19 +57,21 @@ def use_backend(name: str | None) -> Iterator[None]:
         _asked_for.reset(token)
 
 
-def _environment_backend() -> str | None:
-    name = os.environ.get("FASTBERT_BACKEND") or None
-    if name is not None:
+@torch.compiler.assume_constant_result
+def _requested() -> str | None:
+    """The backend asked for by context or environment; a compiled graph keeps the one it was traced with."""
+    name = _asked_for.get()
+    if name is None and (name := os.environ.get("FASTBERT_BACKEND") or None) is not None:
         check_backend_name(name, "FASTBERT_BACKEND")
     return name
 
 
 def select(op: str, backends: tuple[Backend, ...], requested: str | None, args: tuple[Any, ...]) -> Backend:
     """The backend that serves this call; see the module's docstring."""
-    if requested is not None:
+    if requested is None:
+        requested = _requested()
+    else:
         check_backend_name(requested, "backend")
-    elif (requested := _asked_for.get()) is None:
-        requested = _environment_backend()
     reasons = []
     for backend in backends:
         if requested is None or backend.name == requested:
