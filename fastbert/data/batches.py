@@ -136,7 +136,8 @@ class _Order(Sampler):
         numbers = itertools.count() if self.epochs is None else range(self.epochs)
         skipped = self.skipped
         for epoch in (self.first_epoch + n for n in numbers):
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            # [seed, 0] is the stream of seed alone, which the sentence pairs were drawn from
+            order = np.random.default_rng([self.seed, epoch + 1]).permutation(self.count)
             for step in range(skipped, self.per_epoch):
                 yield epoch, order[step * self.batch_size : (step + 1) * self.batch_size]
             skipped = 0

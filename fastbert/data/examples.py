@@ -163,8 +163,8 @@ def mask_tokens(
     masked ids and the labels, -100 where nothing is predicted, both int64 ``[B, S]``.
 
     What happens to a token depends on nothing but (seed, epoch, example, position): not on the batch that it
-    is in, its padding, or the process that makes it. The bits are SplitMix64's (https://doi.org/10.1145/2660193.2660195),
-    one stream an example.
+    is in, its padding, or the process that makes it. The bits are those of SplitMix64, one stream an example
+    (https://doi.org/10.1145/2660193.2660195).
     """
     state = np.array([seed], dtype=np.uint64)
     for part in (epoch, indices):
