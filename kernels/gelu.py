@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Config, cdiv, rows_of
+from .column_sums import column_sums
+from .launch import OPTIONS, Config, cdiv, choose, rows_of
 
 # By columns: rows of up to that many take tiles of the last entry that fits.
 FORWARD = (Config(64, 64, 4), Config(16, 256, 4), Config(4, 1024, 4))
@@ -146,10 +147,6 @@ def backward_kernel(
         tl.store(sums_ptr + part * columns + column, sums, mask=column < columns)
 
 
-def _config(table: tuple[Config, ...], columns: int) -> Config:
-    return next((c for c in table if columns <= c.columns), table[-1])
-
-
 def _backward_split(config: Config, count: int, columns: int) -> tuple[int, int]:
     """Tiles of columns, and rows of each program: a multiple of the tile's."""
     tiles = cdiv(columns, config.columns)
@@ -164,7 +161,7 @@ def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     columns = x.shape[-1] if x.dim() else 1
     count = x.numel() // columns
     x, x_stride = rows_of(x)
-    rows, block, num_warps, _ = _config(FORWARD, columns)
+    rows, block, num_warps, _ = choose(FORWARD, columns)
     forward_kernel[(cdiv(count, rows) * cdiv(columns, block),)](
         x,
         None if bias is None else bias.contiguous(),
@@ -176,6 +173,7 @@ def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
         rows,
         block,
         num_warps=num_warps,
+        **OPTIONS,
     )
     return y
 
@@ -188,10 +186,10 @@ def backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> 
     count = x.numel() // columns
     x, x_stride = rows_of(x)
     grad, grad_stride = rows_of(grad)
-    config = _config(BACKWARD, columns)
+    config = choose(BACKWARD, columns)
     tiles, rows_each = _backward_split(config, count, columns)
     parts = cdiv(count, rows_each)
-    sums = x.new_empty((0 if bias is None else parts, columns), dtype=torch.float32)
+    sums = x.new_empty((0 if bias is None else parts, 1, columns), dtype=torch.float32)
     backward_kernel[(tiles * parts,)](
         grad,
         x,
@@ -208,7 +206,6 @@ def backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> 
         config.columns,
         config.num_stages,
         num_warps=config.num_warps,
+        **OPTIONS,
     )
-    if bias is None:
-        return dx, sums.view(-1)
-    return dx, sums.view(columns) if parts == 1 else sums.sum(0)
+    return dx, sums.view(-1) if bias is None else column_sums(sums)[0]

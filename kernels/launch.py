@@ -16,9 +16,16 @@ class Config(typing.NamedTuple):
     num_stages: int = 1
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two that is n or more."""
-    return 1 << (n - 1).bit_length() if n > 1 else 1
+# Given to every launch: products and sums fuse, whatever the default of the Triton at hand.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+def choose(table: tuple[Config, ...], columns: int) -> Config:
+    """The first entry whose tile holds ``columns``, or the last: by shape alone, never by timing."""
+    for config in table:
+        if columns <= config.columns:
+            return config
+    return table[-1]
 
 
 def cdiv(a: int, b: int) -> int:
