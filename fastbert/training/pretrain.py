@@ -96,7 +96,7 @@ class Trainer:
         if self.warmup is None:
             return self.config.learning_rate
         rise = max(1, round(self.warmup * self.config.steps))
-        fall = max(1, self.config.steps - rise)
+        fall = self.config.steps - rise + 1
         return self.config.learning_rate * min(step / rise, (self.config.steps - step + 1) / fall)
 
     def step(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
