@@ -3,6 +3,7 @@
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WITH_FLOAT64 = ("eager", "cpu")  # the backends that have it
 
 # A kernel's error may be twice eager's, plus this many times the dtype's epsilon, relative to the largest value or to
 # 1, the size of the inputs. (Eager in float64 is the reference itself and has no error; 16-bit results differ by their

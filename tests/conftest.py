@@ -7,10 +7,10 @@ from pathlib import Path
 import interpreter
 import pytest
 import torch
+from compare import WITH_FLOAT64
 
 from fastbert.ops.triton import INTERPRETED
 
-WITH_FLOAT64 = ("eager", "cpu")
 ON_GPU = ("cuda",) if INTERPRETED else ("triton", "cuda")
 
 if INTERPRETED:

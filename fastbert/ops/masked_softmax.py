@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import cpu
+from . import cpu, triton
 from .checks import accumulation_dtype, check_floating
 from .dropout import check_dropout_p, dropout_bits, multiplier, seed_tensor, threshold
 from .masks import on_and_bias, prepare_lengths, prepare_mask
@@ -99,13 +99,21 @@ OPERATOR = Operator(
 )
 
 
+def _mask_needs_grad(mask: Tensor | None) -> str | None:
+    needs = mask is not None and mask.requires_grad
+    return "mask requires a gradient; only eager computes it" if needs else None
+
+
 def _cpu_why_not(scores, mask, *rest) -> str | None:
-    if mask is not None and mask.requires_grad:
-        return "mask requires a gradient; only eager computes it"
-    return cpu.why_not(scores)
+    return _mask_needs_grad(mask) or cpu.why_not(scores)
+
+
+def _triton_why_not(scores, mask, *rest) -> str | None:
+    return _mask_needs_grad(mask) or triton.why_not(scores)
 
 
 BACKENDS = (
     Backend("cpu", OPERATOR.register("cpu"), _cpu_why_not, cpu.unavailable),
+    Backend("triton", triton.register(OPERATOR), _triton_why_not, triton.unavailable),
     Backend("eager", reference, lambda *args: None),
 )
