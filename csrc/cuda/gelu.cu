@@ -78,7 +78,7 @@ __device__ __forceinline__ float derivative(float x) {
 
 // Block: x threads across the columns, y down the rows. Grid: the same.
 template <class T, bool kTanh, bool kBackward>
-__global__ void __launch_bounds__(kThreads) gelu(GeluArgs a) {
+__global__ void __launch_bounds__(kThreads) gelu_kernel(GeluArgs a) {
     constexpr int V = kVector<T>;
     const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * V;
     const bool inside = column < a.columns;
@@ -161,10 +161,10 @@ bool vectorised(const GeluArgs& a) {
 template <bool kTanh, bool kBackward>
 void run(const GeluArgs& a, cudaStream_t stream) {
     const bool fast = vectorised(a);
-    const auto kernel = !fast                     ? gelu<Any, kTanh, kBackward>
-                        : a.x.dtype == DType::f32 ? gelu<float, kTanh, kBackward>
-                        : a.x.dtype == DType::f16 ? gelu<__half, kTanh, kBackward>
-                                                  : gelu<__nv_bfloat16, kTanh, kBackward>;
+    const auto kernel = !fast                     ? gelu_kernel<Any, kTanh, kBackward>
+                        : a.x.dtype == DType::f32 ? gelu_kernel<float, kTanh, kBackward>
+                        : a.x.dtype == DType::f16 ? gelu_kernel<__half, kTanh, kBackward>
+                                                  : gelu_kernel<__nv_bfloat16, kTanh, kBackward>;
     const auto shape = shape_of(a, fast ? 16 / size_of(a.x.dtype) : 1, kBackward);
     launch(kBackward ? "gelu_backward" : "gelu", kernel, shape.grid, shape.block, 0, stream, a);
 }
@@ -177,7 +177,7 @@ void gelu_forward(const GeluArgs& a, cudaStream_t stream) {
 }
 void gelu_backward(const GeluArgs& a, cudaStream_t stream) {
     (a.tanh ? run<true, true> : run<false, true>)(a, stream);
-    if (a.partial) launch_column_sums(a.partial, a.dbias, gelu_parts(a), a.columns, stream);
+    if (a.partial) column_sums<1>(a.partial, {{a.dbias}}, gelu_parts(a), a.columns, stream);
 }
 #endif
 }  // namespace fastbert::cuda

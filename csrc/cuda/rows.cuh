@@ -255,31 +255,38 @@ struct Group {
     }
 };
 
-// The second stage of column sums: total [columns] of partial [parts, columns], added in the order of parts, in eight
-// interleaved sums a column.
+// The second stage of column sums: total[v] [columns] of partial [parts, vectors, columns] for each vector v, added in
+// the order of parts, in eight interleaved sums a column.
 constexpr int kSumGroups = 8;
-template <int kUnused = 0>
+template <int kVectors>
+struct Totals {
+    float* total[kVectors];
+};
+template <int kVectors>
 __global__ void __launch_bounds__(kWarp* kSumGroups)
-    column_sums(const float* partial, float* total, int parts, int64_t columns) {
+    column_sums_kernel(const float* partial, const __grid_constant__ Totals<kVectors> totals, int parts,
+                       int64_t columns) {
     FASTBERT_SHARED(sums, float[kSumGroups][kWarp]);
     const int lane = threadIdx.x % kWarp, group = threadIdx.x / kWarp;
     const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
     float sum = 0;
     if (column < columns) {
 #pragma unroll 4
-        for (int part = group; part < parts; part += kSumGroups) sum += partial[part * columns + column];
+        for (int part = group; part < parts; part += kSumGroups)
+            sum += partial[(int64_t{part} * kVectors + blockIdx.y) * columns + column];
     }
     sums[group][lane] = sum;
     __syncthreads();
     if (group == 0 && column < columns) {
 #pragma unroll
         for (int i = 1; i < kSumGroups; ++i) sum += sums[i][lane];
-        total[column] = sum;
+        totals.total[blockIdx.y][column] = sum;
     }
 }
-inline void launch_column_sums(const float* partial, float* total, int parts, int64_t columns, cudaStream_t stream) {
-    launch("column_sums", column_sums<>, dim3(static_cast<unsigned>(ceil_div(columns, kWarp))), kWarp * kSumGroups, 0,
-           stream, partial, total, parts, columns);
+template <int kVectors>
+void column_sums(const float* partial, Totals<kVectors> totals, int parts, int64_t columns, cudaStream_t stream) {
+    launch("column_sums", column_sums_kernel<kVectors>, dim3(static_cast<unsigned>(ceil_div(columns, kWarp)), kVectors),
+           kWarp * kSumGroups, 0, stream, partial, totals, parts, columns);
 }
 
 #endif

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu, triton
+from . import cpu, cuda, triton
 from .checks import accumulation_dtype, check_device, check_floating, check_vector
 from .dropout import check_dropout_p, dropout_bits, multiplier, seed_tensor, threshold
 from .registry import Backend, Operator, select
@@ -158,8 +158,13 @@ def _triton_why_not(x, residual, weight, bias, x_bias, *others) -> str | None:
     return triton.why_not(x, residual, weight, bias, x_bias)
 
 
+def _cuda_why_not(x, residual, weight, bias, x_bias, *others) -> str | None:
+    return cuda.why_not(x, residual, weight, bias, x_bias)
+
+
 BACKENDS = (
     Backend("cpu", OPERATOR.register("cpu"), _cpu_why_not, cpu.unavailable),
     Backend("triton", triton.register(OPERATOR), _triton_why_not, triton.unavailable),
+    Backend("cuda", OPERATOR.register("cuda"), _cuda_why_not, cuda.unavailable),
     Backend("eager", reference, lambda *args: None),
 )
