@@ -159,7 +159,8 @@ __global__ void __launch_bounds__(Group<kThreads>::kBlock, 1) backward_kernel(Ad
     FASTBERT_SHARED(buffer, float2[2 * Group<kThreads>::kWarps]);
     Group<kThreads> group{buffer};
     float dweight[kHeld][V] = {}, dbias[kHeld][V] = {}, dx_bias[kHeld][V] = {};
-    float* partial = a.partial + int64_t{3} * a.columns * blockIdx.x;
+    // One part of the sums for each block, or, where the row is not held, for each group.
+    float* partial = a.partial + int64_t{3} * a.columns * (kChunks ? blockIdx.x : group.first_row());
     bool first = true;
     // A sum over the rows: in registers, or, where the row is not held, in this thread's own elements of `partial`.
     auto add = [&](float (&sums)[kHeld][V], int vector, int chunk, int column, int k, float v) {
@@ -252,13 +253,13 @@ __global__ void __launch_bounds__(Group<kThreads>::kBlock, 1) backward_kernel(Ad
 struct Kernel {
     void (*forward)(AddDropoutLayerNormArgs);
     void (*backward)(AddDropoutLayerNormArgs);
-    int threads, rows;  // of a block
+    int threads, rows, parts;  // of a block; parts: of the sums of backward
 };
 
 template <class X, class R, int kThreads, int kChunks>
 Kernel kernel() {
     return {forward_kernel<X, R, kThreads, kChunks>, backward_kernel<X, R, kThreads, kChunks>, Group<kThreads>::kBlock,
-            Group<kThreads>::kRows};
+            Group<kThreads>::kRows, kChunks ? 1 : Group<kThreads>::kRows};
 }
 
 // By the elements a thread holds: 8, 16, 24 or 32 in a warp; 8, 16 or 32 in a block.
@@ -286,7 +287,7 @@ Kernel choose(const AddDropoutLayerNormArgs& a) {
         if (x == DType::bf16 && residual == DType::f32) return held<__nv_bfloat16, float>(a.columns);
         if (x == DType::f16 && residual == DType::f32) return held<__half, float>(a.columns);
     }
-    return kernel<Any, Any, kBlockRow, 0>();
+    return a.columns <= 1024 ? kernel<Any, Any, kWarp, 0>() : kernel<Any, Any, kBlockRow, 0>();
 }
 
 }  // namespace
@@ -298,16 +299,19 @@ void add_dropout_layer_norm_forward(const AddDropoutLayerNormArgs& a, cudaStream
 }
 
 // As many blocks as are at work at once, so that there is little to add up behind them.
-int add_dropout_layer_norm_parts(const AddDropoutLayerNormArgs& a) {
-    const Kernel kernel = choose(a);
+static int backward_blocks(const AddDropoutLayerNormArgs& a, const Kernel& kernel) {
     const int64_t most = 512 / kernel.threads * device_attribute(cudaDevAttrMultiProcessorCount);
     return static_cast<int>(std::min(ceil_div(a.rows, kernel.rows), most));
 }
+int add_dropout_layer_norm_parts(const AddDropoutLayerNormArgs& a) {
+    const Kernel kernel = choose(a);
+    return static_cast<int>(std::min<int64_t>(a.rows, backward_blocks(a, kernel) * kernel.parts));
+}
 void add_dropout_layer_norm_backward(const AddDropoutLayerNormArgs& a, cudaStream_t stream) {
     const Kernel kernel = choose(a);
-    const int parts = add_dropout_layer_norm_parts(a);
-    launch("add_dropout_layer_norm_backward", kernel.backward, dim3(parts), kernel.threads, 0, stream, a);
-    column_sums<3>(a.partial, {{a.sums[0], a.sums[1], a.sums[2]}}, parts, a.columns, stream);
+    const dim3 blocks(backward_blocks(a, kernel));
+    launch("add_dropout_layer_norm_backward", kernel.backward, blocks, kernel.threads, 0, stream, a);
+    column_sums<3>(a.partial, {{a.sums[0], a.sums[1], a.sums[2]}}, add_dropout_layer_norm_parts(a), a.columns, stream);
 }
 #endif
 }  // namespace fastbert::cuda

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import cpu, triton
+from . import cpu, cuda, triton
 from .checks import accumulation_dtype, check_floating
 from .dropout import check_dropout_p, dropout_bits, multiplier, seed_tensor, threshold
 from .masks import on_and_bias, prepare_lengths, prepare_mask
@@ -112,8 +112,13 @@ def _triton_why_not(scores, mask, *rest) -> str | None:
     return _mask_needs_grad(mask) or triton.why_not(scores)
 
 
+def _cuda_why_not(scores, mask, *rest) -> str | None:
+    return _mask_needs_grad(mask) or cuda.why_not(scores)
+
+
 BACKENDS = (
     Backend("cpu", OPERATOR.register("cpu"), _cpu_why_not, cpu.unavailable),
     Backend("triton", triton.register(OPERATOR), _triton_why_not, triton.unavailable),
+    Backend("cuda", OPERATOR.register("cuda"), _cuda_why_not, cuda.unavailable),
     Backend("eager", reference, lambda *args: None),
 )
