@@ -35,6 +35,16 @@ def test_every_length_up_to_130(backend):
         check(add_dropout_layer_norm, backend, inputs((3, n), torch.float32), dropout_p=0.1, **OPTIONS)
 
 
+@pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float16", "float32")], ids=str)
+@pytest.mark.parametrize("n", [256, 512, 520, 1024, 1536, 4096, 8192, 8200])
+def test_row_sizes(backend, n, dtypes):
+    """Each way in which a kernel may hold a row, and rows too long to be held."""
+    x, residual = (getattr(torch, name) for name in dtypes)
+    tensors = inputs((5, n), x, parameter_dtype=torch.float32)
+    tensors["residual"] = tensors["residual"].detach().to(residual).requires_grad_()
+    check(add_dropout_layer_norm, backend, tensors, dropout_p=0.1, **OPTIONS)
+
+
 @pytest.mark.parametrize("parameters", DTYPES, ids=str)
 @pytest.mark.parametrize("residual", DTYPES, ids=str)
 @pytest.mark.parametrize("x", DTYPES, ids=str)

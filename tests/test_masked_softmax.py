@@ -57,6 +57,21 @@ def test_every_length_up_to_130(backend):
         assert (found["output"].masked_select(off) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keys", [256, 512, 520, 1024, 2048, 4096, 8192, 8200])
+def test_row_sizes(backend, keys, dtype):
+    """Each way in which a kernel may hold a row, and rows too long to be held."""
+    shape = (2, 1, 3, keys)
+    for form in ("none", "lengths", "bool", "additive", "additive column"):
+        check(masked_softmax, backend, scores_of(shape, dtype), dropout_p=0.1, seed=9, **options(form, shape))
+
+
+@pytest.mark.parametrize("shape", [(70_000, 1, 1, 3), (1, 70_000, 1, 3), (1, 1, 70_000, 3)], ids=str)
+def test_more_than_65535_in_one_dimension(backend, shape):
+    """Fault 14."""
+    check(masked_softmax, backend, scores_of(shape))
+
+
 def test_row_without_a_key_gives_zeros(backend):
     """Faults 6 and 9: no NaN forward or backward, nothing inferred from the output."""
     scores = torch.randn(2, 2, 3, 8, requires_grad=True)
