@@ -59,12 +59,15 @@ struct AttentionKernels {
 namespace fastbert::cpu::FASTBERT_ISA {
 namespace {
 
-// Queries and keys of a tile of scores.
-constexpr int64_t kForwardRows = 48, kForwardKeys = 512;
-constexpr int64_t kBackwardRows = 96, kBackwardKeys = 256;
+// Queries and keys of a tile of scores: it and what it is multiplied with stay in a second-level cache. From half to
+// twice as many of either cost the same; at 512 keys a row of the longest sequence BERT has is one tile.
+constexpr int64_t kRows = 48, kKeys = 512;
 // Rows of a tile lie this many elements further apart than they are long: at a power of two, a column of a tile
 // would fall into a few sets of the first-level cache.
 constexpr int64_t kSkew = 16;
+
+// Rows that are fetched before they are read.
+constexpr int64_t kAhead = 16;
 
 // A thread's scratch memory, kept from call to call and handed out in pieces aligned to a cache line.
 class Scratch {
@@ -139,6 +142,9 @@ struct Head {
     }
     // Row i, times `factor`, with zeros up to `width`.
     void read(const Sequences& s, int64_t i, C factor, C* out) const {
+        // The hardware does not foresee pieces this short, this far apart.
+        const char* ahead = row(s, i + kAhead);
+        for (int64_t byte = 0; byte < size * size_of(s.dtype); byte += 64) __builtin_prefetch(ahead + byte);
         C buffer[kMaxHeadSize + kSlack];
         const C* in = widen<C>(row(s, i), s.dtype, size, buffer);
         for_vectors<C>(size, [&](int64_t d, auto m) { store<C>(out + d, m.template load<C>(in + d) * factor); });
@@ -391,7 +397,7 @@ struct RunningSoftmax {
 
 // Calls f(begin, n) for the pieces of at most `kKeys` keys that some query of [first, last) sees; begin lies on a
 // panel's boundary.
-template <class C, int64_t kKeys, class F>
+template <class C, class F>
 inline void for_key_tiles(const Mask<C>& mask, const KeyRange<C>& range, int64_t first, int64_t last, F&& f) {
     for (int64_t key = range.base; key < range.end; key += kKeys) {
         int64_t begin = key, end = key + kKeys < range.end ? key + kKeys : range.end;
@@ -403,9 +409,9 @@ inline void for_key_tiles(const Mask<C>& mask, const KeyRange<C>& range, int64_t
 }
 // Elements from one row of a tile of scores to the next.
 template <class C>
-int64_t tile_stride(const Head<C>& head, int64_t most_keys) {
+int64_t tile_stride(const Head<C>& head) {
     const int64_t keys = round_up(head.keys, kPanel<C>);
-    return (keys < most_keys ? keys : most_keys) + kSkew;
+    return (keys < kKeys ? keys : kKeys) + kSkew;
 }
 
 // NaN in the elements of a result to which a non-finite value contributes: it was packed as zero, so that queries
@@ -427,15 +433,15 @@ void forward_head(const AttentionCall& call, int64_t batch, int64_t head_index, 
     const Head<C> head(call, batch, head_index);
     if (last > head.queries) last = head.queries;
     if (first >= last) return;
-    const int64_t width = head.width, stride = tile_stride(head, kForwardKeys);
+    const int64_t width = head.width, stride = tile_stride(head);
     C *shared, *poison, *keys, *values, *q, *o, *tile, *bias, *multipliers;
     scratch.allocate<C>({{shared, head.keys},
                          {poison, head.keys},
                          {keys, packed_by_key(head)},
                          {values, packed_by_row<C>(head.keys, width)},
-                         {q, kForwardRows * width},  // [rows, width], scaled
-                         {o, kForwardRows * width},
-                         {tile, kForwardRows * stride},  // [rows, keys]: scores, then probabilities
+                         {q, kRows * width},  // [rows, width], scaled
+                         {o, kRows * width},
+                         {tile, kRows * stride},  // [rows, keys]: scores, then probabilities
                          {bias, stride},
                          {multipliers, stride}});
     Mask<C> mask(head, shared, poison);
@@ -444,15 +450,15 @@ void forward_head(const AttentionCall& call, int64_t batch, int64_t head_index, 
     pack_keys<C>(head, call.key, mask, range, keys, nullptr, [&](int64_t key) { mask.poison(key); });
     pack_keys<C>(head, call.value, mask, range, nullptr, values, [&](int64_t) { bad_values = true; });
 
-    for (int64_t row = first; row < last; row += kForwardRows) {
-        const int64_t rows = last - row < kForwardRows ? last - row : kForwardRows;
-        RunningSoftmax<C> softmax[kForwardRows];
+    for (int64_t row = first; row < last; row += kRows) {
+        const int64_t rows = last - row < kRows ? last - row : kRows;
+        RunningSoftmax<C> softmax[kRows];
         for (int64_t i = 0; i < rows; ++i) {
             head.read(call.query, row + i, static_cast<C>(call.scale), q + i * width);
             softmax[i].reset();
         }
         bool started = false;
-        for_key_tiles<C, kForwardKeys>(mask, range, row, row + rows, [&](int64_t begin, int64_t n) {
+        for_key_tiles<C>(mask, range, row, row + rows, [&](int64_t begin, int64_t n) {
             const int64_t at = begin - range.base;
             gemm<C>(rows, n, head.size, q, width, 1, keys + at * head.size, kPanel<C> * head.size, tile, stride, false);
             for (int64_t i = 0; i < rows; ++i) {
@@ -511,7 +517,7 @@ struct RowGradient {
 template <class C>
 void backward_head(const AttentionCall& call, int64_t batch, int64_t head_index) {
     const Head<C> head(call, batch, head_index);
-    const int64_t width = head.width, stride = tile_stride(head, kBackwardKeys);
+    const int64_t width = head.width, stride = tile_stride(head);
     C *shared, *poison, *keys, *key_rows, *values, *dk, *dv, *q, *q_packed, *g, *g_packed, *dq, *p, *dp, *bias,
         *multipliers;
     scratch.allocate<C>({{shared, head.keys},
@@ -521,13 +527,13 @@ void backward_head(const AttentionCall& call, int64_t batch, int64_t head_index)
                          {values, packed_by_key(head)},
                          {dk, (head.keys + kPanel<C>)*width},  // [keys, width], from range.base on
                          {dv, (head.keys + kPanel<C>)*width},
-                         {q, kBackwardRows * width},  // [rows, width], scaled
-                         {q_packed, packed_by_row<C>(kBackwardRows, width)},
-                         {g, kBackwardRows * width},  // the result's gradient
-                         {g_packed, packed_by_row<C>(kBackwardRows, width)},
-                         {dq, kBackwardRows * width},
-                         {p, kBackwardRows * stride},   // [rows, keys]: scores, then dropped probabilities
-                         {dp, kBackwardRows * stride},  // [rows, keys]: gradients of p, then of the scores
+                         {q, kRows * width},  // [rows, width], scaled
+                         {q_packed, packed_by_row<C>(kRows, width)},
+                         {g, kRows * width},  // the result's gradient
+                         {g_packed, packed_by_row<C>(kRows, width)},
+                         {dq, kRows * width},
+                         {p, kRows * stride},   // [rows, keys]: scores, then dropped probabilities
+                         {dp, kRows * stride},  // [rows, keys]: gradients of p, then of the scores
                          {bias, stride},
                          {multipliers, stride}});
     Mask<C> mask(head, shared, poison);
@@ -541,11 +547,11 @@ void backward_head(const AttentionCall& call, int64_t batch, int64_t head_index)
     // delta, the sum over keys of p * dp, is the sum over D of gradient * out as well; but out was rounded, and in 16
     // bits that shows where a row has few keys.
     const bool rounded = call.out.dtype == DType::bf16 || call.out.dtype == DType::f16;
-    const bool one_tile = range.count() <= kBackwardKeys;
+    const bool one_tile = range.count() <= kKeys;
 
-    for (int64_t row = 0; row < head.queries; row += kBackwardRows) {
-        const int64_t rows = head.queries - row < kBackwardRows ? head.queries - row : kBackwardRows;
-        RowGradient<C> row_gradient[kBackwardRows];
+    for (int64_t row = 0; row < head.queries; row += kRows) {
+        const int64_t rows = head.queries - row < kRows ? head.queries - row : kRows;
+        RowGradient<C> row_gradient[kRows];
         bool coarse = false;
         for (int64_t i = 0; i < rows; ++i) {
             C *qi = q + i * width, *gi = g + i * width, *out = dq;
@@ -562,10 +568,10 @@ void backward_head(const AttentionCall& call, int64_t batch, int64_t head_index)
             row_gradient[i] = {lse, 1, delta};
             coarse |= std::fabs(lse) > kFineLse && std::fabs(lse) < -kOff<C>;
         }
-        pack_rows(q, width, rows, width, q_packed, kBackwardRows * kPanel<C>);
-        pack_rows(g, width, rows, width, g_packed, kBackwardRows * kPanel<C>);
+        pack_rows(q, width, rows, width, q_packed, kRows * kPanel<C>);
+        pack_rows(g, width, rows, width, g_packed, kRows * kPanel<C>);
 
-        const auto for_tiles = [&](auto&& f) { for_key_tiles<C, kBackwardKeys>(mask, range, row, row + rows, f); };
+        const auto for_tiles = [&](auto&& f) { for_key_tiles<C>(mask, range, row, row + rows, f); };
         const auto find_scores = [&](int64_t begin, int64_t n) {
             const int64_t at = begin - range.base;
             gemm<C>(rows, n, head.size, q, width, 1, keys + at * head.size, kPanel<C> * head.size, p, stride, false);
@@ -583,7 +589,7 @@ void backward_head(const AttentionCall& call, int64_t batch, int64_t head_index)
             return multipliers;
         };
         if (coarse) {
-            RunningSoftmax<C> softmax[kBackwardRows];
+            RunningSoftmax<C> softmax[kRows];
             for (int64_t i = 0; i < rows; ++i) softmax[i].reset();
             for_tiles([&](int64_t begin, int64_t n) {
                 find_scores(begin, n);
@@ -610,8 +616,8 @@ void backward_head(const AttentionCall& call, int64_t batch, int64_t head_index)
                 if (rounded && one_tile) row_gradient[i].add_delta(pi, di, n, kept);
                 row_gradient[i].apply(pi, di, n, kept);
             }
-            gemm<C>(n, width, rows, p, 1, stride, g_packed, kBackwardRows * kPanel<C>, dv + at * width, width, true);
-            gemm<C>(n, width, rows, dp, 1, stride, q_packed, kBackwardRows * kPanel<C>, dk + at * width, width, true);
+            gemm<C>(n, width, rows, p, 1, stride, g_packed, kRows * kPanel<C>, dv + at * width, width, true);
+            gemm<C>(n, width, rows, dp, 1, stride, q_packed, kRows * kPanel<C>, dk + at * width, width, true);
             gemm<C>(rows, width, n, dp, stride, 1, key_rows + at * kPanel<C>, range.count() * kPanel<C>, dq, width,
                     started);
             started = true;
@@ -637,7 +643,7 @@ void backward(const AttentionCall& call, int64_t batch, int64_t head) {
 }
 }  // namespace
 
-FASTBERT_KERNELS(AttentionKernels, attention) = {forward, backward, kForwardRows};
+FASTBERT_KERNELS(AttentionKernels, attention) = {forward, backward, kRows};
 }  // namespace fastbert::cpu::FASTBERT_ISA
 
 #else

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -28,7 +29,8 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// Vector<C>: a register of C (float or double), the signed integers of its size, as many bytes, and the number of lanes.
+// Vector<C>: a register of C (float or double), the signed integers of its size, as many bytes, and the number of
+// lanes.
 template <class C>
 struct Vector;
 template <>
@@ -190,11 +192,21 @@ inline void for_vectors(int64_t n, F&& f) {
     if (i < n) f(i, PartVector{n - i});
 }
 
+// All lanes by `op`, halving the vector: a chain over single lanes would take longer than a short row.
+template <class C, int kStep, size_t... kLane>
+inline Vec<C> swapped(Vec<C> v, std::index_sequence<kLane...>) {
+    return __builtin_shufflevector(v, v, (kLane ^ kStep)...);
+}
+template <class C, int kStep = kLanes<C> / 2, class F>
+inline C fold(Vec<C> v, const F& op) {
+    if constexpr (kStep == 0)
+        return v[0];
+    else
+        return fold<C, kStep / 2>(op(v, swapped<C, kStep>(v, std::make_index_sequence<kLanes<C>>{})), op);
+}
 template <class C>
 inline C sum(Vec<C> v) {
-    C total = 0;
-    for (int i = 0; i < kLanes<C>; ++i) total += v[i];
-    return total;
+    return fold<C>(v, [](Vec<C> a, Vec<C> b) { return a + b; });
 }
 // The sum over a row of f(offset, load) -> Vec<C>. Four sums at once, so that additions need not wait for each other.
 template <class C, class F>
@@ -254,13 +266,11 @@ inline void commit(void* data, DType dtype, int64_t n, const C* buffer) {
     if (static_cast<const void*>(buffer) == data) return;
     if constexpr (sizeof(C) == 4) {
         if (dtype == DType::bf16)
-            for_vectors<C>(n, [&](int64_t i, auto m) {
-                m.template store<C>(static_cast<BF16*>(data) + i, load<C>(buffer + i));
-            });
+            for_vectors<C>(
+                n, [&](int64_t i, auto m) { m.template store<C>(static_cast<BF16*>(data) + i, load<C>(buffer + i)); });
         else
-            for_vectors<C>(n, [&](int64_t i, auto m) {
-                m.template store<C>(static_cast<F16*>(data) + i, load<C>(buffer + i));
-            });
+            for_vectors<C>(
+                n, [&](int64_t i, auto m) { m.template store<C>(static_cast<F16*>(data) + i, load<C>(buffer + i)); });
     } else {
         float part[kLanes<float>];
         for (int64_t i = 0; i < n; i += kLanes<float>) {
@@ -278,14 +288,12 @@ inline void commit(void* data, DType dtype, int64_t n, const C* buffer) {
 constexpr int64_t kSlack = kVectorBytes / 2;
 
 template <class C>
-inline C max(Vec<C> v) {
-    C most = v[0];
-    for (int i = 1; i < kLanes<C>; ++i) most = v[i] > most ? v[i] : most;
-    return most;
-}
-template <class C>
 inline Vec<C> max(Vec<C> a, Vec<C> b) {
     return a > b ? a : b;
+}
+template <class C>
+inline C max(Vec<C> v) {
+    return fold<C>(v, [](Vec<C> a, Vec<C> b) { return a > b ? a : b; });
 }
 
 // exp, within 1 ulp or so: 2^k * exp(r), |r| <= ln(2) / 2. Below -87.3 (float) it is 0.
