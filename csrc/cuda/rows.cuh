@@ -228,19 +228,22 @@ struct Group {
     }
     static __device__ __forceinline__ int64_t row_step() { return static_cast<int64_t>(gridDim.x) * kRows; }
 
-    template <class Combine>
-    __device__ __forceinline__ float2 reduce(float2 v, Combine combine) {
+    static __device__ __forceinline__ float exchange(float v, int bits) { return __shfl_xor_sync(kFullWarp, v, bits); }
+    static __device__ __forceinline__ float2 exchange(float2 v, int bits) {
+        return {exchange(v.x, bits), exchange(v.y, bits)};
+    }
+    template <class T, class Combine>
+    __device__ __forceinline__ T reduce(T v, Combine combine) {
 #pragma unroll
-        for (int bits = kWarp / 2; bits; bits /= 2)
-            v = combine(v, {__shfl_xor_sync(kFullWarp, v.x, bits), __shfl_xor_sync(kFullWarp, v.y, bits)});
+        for (int bits = kWarp / 2; bits; bits /= 2) v = combine(v, exchange(v, bits));
         if constexpr (kThreads > kWarp) {
-            float2* sums = buffer + turn * kWarps;
+            T* parts = reinterpret_cast<T*>(buffer + turn * kWarps);
             turn ^= 1;
-            if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = v;
+            if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = v;
             __syncthreads();
-            v = sums[0];
+            v = parts[0];
 #pragma unroll
-            for (int i = 1; i < kWarps; ++i) v = combine(v, sums[i]);
+            for (int i = 1; i < kWarps; ++i) v = combine(v, parts[i]);
         }
         return v;
     }
@@ -248,10 +251,10 @@ struct Group {
         return reduce(v, [](float2 a, float2 b) { return float2{a.x + b.x, a.y + b.y}; });
     }
     __device__ __forceinline__ float sum(float v) {
-        return reduce({v, 0}, [](float2 a, float2 b) { return float2{a.x + b.x, 0}; }).x;
+        return reduce(v, [](float a, float b) { return a + b; });
     }
     __device__ __forceinline__ float max(float v) {
-        return reduce({v, 0}, [](float2 a, float2 b) { return float2{fmaxf(a.x, b.x), 0}; }).x;
+        return reduce(v, [](float a, float b) { return fmaxf(a, b); });
     }
 };
 
