@@ -288,7 +288,7 @@ int64_t packed_by_row(int64_t rows, int64_t width) {
 
 // Packs rows of keys or values for products over D, in panels of kPanel keys by [D] (`by_key`), and for products
 // over keys, in panels of kPanel of D by [keys] (`by_row`); either may be null. What is off for every query becomes
-// zeros. Where that depends on the query, non-finite elements do: returns whether there were any.
+// zeros. Where that depends on the query, non-finite elements do, and on_bad_row(key) is told.
 template <class C, class OnBadRow>
 void pack_keys(const Head<C>& head, const Sequences& s, const Mask<C>& mask, const KeyRange<C>& range, C* by_key,
                C* by_row, OnBadRow&& on_bad_row) {
