@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--preset", default="notebook", help="notebook, bert-mini, bert-small, bert-base, bert-large")
     command.add_argument("--steps", type=int, default=100, metavar="N", help="optimizer steps (100)")
     command.add_argument("--batch-size", type=int, metavar="N", help="sentence pairs a step (the preset's)")
+    command.add_argument("--batch-tokens", type=int, metavar="N", help="or tokens that are not padding a step, at most")
     command.add_argument("--max-len", type=int, metavar="N", help="tokens of an example at most (the preset's)")
     command.add_argument("--tokenizer", metavar="T", help="word, wordpiece, a vocab.txt or a saved one (the preset's)")
     command.add_argument("--learning-rate", type=float, metavar="X", help="at its highest (the preset's)")

@@ -1,6 +1,7 @@
 """Pretraining data: corpus, tokenizers, pairs, masks, batches, cache. Nothing is written outside tmp_path."""
 
 import itertools
+import json
 import os
 import pathlib
 import pickle
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from fastbert import BertConfig, BertForPreTraining, cli
 from fastbert import data as fastbert_data
 from fastbert.data import PretrainingData, make_loader, prepare
 from fastbert.data.corpus import corpus_digest, read_corpus, split_documentation, split_sentences
 from fastbert.data.examples import make_examples, mask_tokens
 from fastbert.data.tokenizers import WordPieceTokenizer, WordTokenizer, load_tokenizer
 from fastbert.ops.packing import Packing
+from fastbert.training.pretrain import PretrainConfig, pretrain
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared" / "data"
 DATA = pathlib.Path(os.environ.get("FASTBERT_TEST_DATA", SHARED))
@@ -30,6 +33,20 @@ def cache(tmp_path, monkeypatch):
     directory = tmp_path / "cache"
     monkeypatch.setenv("FASTBERT_CACHE", str(directory))
     return directory
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Twelve paragraphs of four sentences; every word but the numbers comes back often."""
+    animals, moods = ("fox", "dog", "crane", "ox"), ("lazy", "quick", "old")
+    sentences = [
+        f"The {mood} {animal} number {n}{k} is {other} today ."
+        for n in range(4)
+        for mood, other in zip(moods, moods[::-1], strict=True)
+        for k, animal in enumerate(animals)
+    ]
+    paragraphs = [" ".join(sentences[i : i + 4]) for i in range(0, 48, 4)]
+    return write(tmp_path / "corpus.txt", "\n\n".join(paragraphs))
 
 
 def write(path, text):
@@ -64,12 +81,20 @@ def assert_equal(left, right):
     assert len(left) == len(right) > 0
     for a, b in zip(left, right, strict=True):
         for name in ("input_ids", "attention_mask", "token_type_ids", "labels", "next_sentence_label"):
-            assert torch.equal(getattr(a, name), getattr(b, name)), name
+            one, other = getattr(a, name), getattr(b, name)
+            assert one is other is None or torch.equal(one, other), name
 
 
 def original(batch):
     """The ids before masking."""
     return torch.where(batch.labels == -100, batch.input_ids, batch.labels)
+
+
+def sequences(batch):
+    """The ids before masking, a tuple an example, of a padded or a packed batch."""
+    ids = original(batch).flatten()
+    tokens = ids if batch.attention_mask is None else ids[batch.packing.indices]
+    return [tuple(part.tolist()) for part in tokens.split(batch.packing.cu_seqlens.diff().tolist())]
 
 
 # Corpus
@@ -408,8 +433,9 @@ def test_batch_moves_as_a_whole():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_pinned_batches():
-    batch = batches(numbered_data(), pin_memory=True)[0]
+@pytest.mark.parametrize("packed", [True, False])
+def test_pinned_batches(packed):
+    batch = batches(numbered_data(), packed=packed, pin_memory=True)[0]
     assert batch.input_ids.is_pinned() and batch.packing.indices.is_pinned()
 
 
@@ -506,23 +532,179 @@ def test_loader_errors():
         make_loader(data, 512, drop_last=True)
     with pytest.raises(TypeError, match="has no length"):
         len(make_loader(data, 8))
+    with pytest.raises(ValueError, match="batch_size is None and batch_tokens is None; one of them is accepted"):
+        make_loader(data)
+    with pytest.raises(ValueError, match="batch_size is 8 and batch_tokens is 99; one of them is accepted"):
+        make_loader(data, 8, batch_tokens=99)
+    lengths = np.diff(data.examples.offsets)
+    longest, total = lengths.max(), lengths.sum()
+    with pytest.raises(ValueError, match=f"batch_tokens is {longest - 1}; {longest} or more, the longest example, is"):
+        make_loader(data, batch_tokens=longest - 1)
+    assert len(batches(data, None, batch_tokens=longest)) > len(data) / 2
+    with pytest.raises(ValueError, match=f"batch_tokens is {total}; with drop_last, fewer than the {total} of all ex"):
+        make_loader(data, batch_tokens=total, drop_last=True)
+    assert len(batches(data, None, batch_tokens=total)) == 1
+
+
+# Token budgets and packed batches
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_token_budget_is_kept_and_filled(packed):
+    data = numbered_data(paragraphs=600)  # 3,000 examples
+    longest = int(np.diff(data.examples.offsets).max())
+    for epoch in (
+        batches(data, None, batch_tokens=1000, packed=packed),
+        batches(numbered_data(), None, batch_tokens=1000),
+    ):
+        *full, last = [batch.valid_tokens for batch in epoch]
+        assert all(1000 - longest < tokens <= 1000 for tokens in full)
+        assert np.mean(full) > 0.97 * 1000
+        assert 0 < last <= 1000
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("packed", [True, False])
+def test_token_budgets_take_every_example_once_an_epoch(packed, drop_last):
+    data = numbered_data()
+    loader = make_loader(data, batch_tokens=400, packed=packed, epochs=3, drop_last=drop_last)
+    found = list(loader)
+    assert len(found) == len(loader)
+    tokens = torch.tensor([batch.valid_tokens for batch in found])
+    seen = [s for batch in found for s in sequences(batch)]
+    assert all(len(set(sequences(batch))) == batch.packing.batch == len(batch.next_sentence_label) for batch in found)
+    if drop_last:
+        everything = batches(data, None, batch_tokens=400, packed=packed, epochs=3)
+        assert len(found) == len(everything) - 3
+        assert tokens.min() > 400 - np.diff(data.examples.offsets).max()
+    else:
+        assert len(seen) == 600
+        first, second, third = seen[:200], seen[200:400], seen[400:]
+        assert len(set(first)) == 200 and sorted(first) == sorted(second) == sorted(third)
+        assert first != second != third  # shuffled anew
+
+
+def test_padded_batches_of_a_budget_hold_examples_of_like_length():
+    """Where padding is computed it is little; yet no length comes first, and every epoch groups examples anew."""
+    data = numbered_data(paragraphs=6000)  # 30,000 examples, several windows of 32 batches
+    lengths = np.diff(data.examples.offsets)
+
+    def layout(packed):
+        return list(make_loader(data, batch_tokens=2000, packed=packed, epochs=2).sampler)
+
+    def fill(layout):
+        return 2 * lengths.sum() / sum(len(indices) * lengths[indices].max() for _, indices in layout)
+
+    found = layout(packed=False)
+    assert fill(found) > 0.95 > 0.8 > fill(layout(packed=True))
+    longest = np.array([lengths[indices].max() for _, indices in found])
+    assert abs(np.corrcoef(longest[:-1], longest[1:])[0, 1]) < 4 / len(longest) ** 0.5
+    batch_of = np.empty((2, len(data)), dtype=np.int64)
+    for number, (epoch, indices) in enumerate(found):
+        batch_of[epoch, indices] = number
+    together = [np.flatnonzero(batch_of[0] == batch_of[0, i]) for i in range(50)]
+    again = [np.mean(batch_of[1, others] == batch_of[1, i]) for i, others in enumerate(together)]
+    assert np.mean(again) < 0.2
+
+
+def test_packed_batches_of_a_budget_are_in_random_order():
+    """Even in attention, too: the squares of the lengths add up to nearly the same in every batch."""
+    data = numbered_data(paragraphs=600)
+    *found, _ = batches(data, None, batch_tokens=1000, packed=True)
+    squares = np.array([float(batch.packing.cu_seqlens.diff().double().square().sum()) for batch in found])
+    assert squares.std() < 0.1 * squares.mean()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_token_budgets_are_reproducible_and_independent_of_workers(packed):
+    kwargs = dict(batch_tokens=300, packed=packed, epochs=2)
+    found = batches(numbered_data(), None, **kwargs)
+    assert_equal(found, batches(numbered_data(), None, **kwargs))
+    assert_equal(found, batches(numbered_data(), None, **kwargs, num_workers=2))
+    assert sequences(found[0]) != sequences(batches(numbered_data(seed=1), None, **kwargs)[0])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_resuming_is_exact_where_epochs_differ_in_steps(packed):
+    data = numbered_data(paragraphs=150)
+    per_epoch = [len(batches(data, None, batch_tokens=150, packed=packed, epochs=n)) for n in range(1, 5)]
+    per_epoch = np.diff([0, *per_epoch]).tolist()
+    assert len(set(per_epoch)) > 1  # or this tests nothing
+    steps = batches(data, None, batch_tokens=150, packed=packed, epochs=4)
+    starts = np.cumsum(per_epoch).tolist()
+    for first in [1, *(start + more for start in starts[:-1] for more in (-1, 0, 1))]:
+        resumed = make_loader(data, batch_tokens=150, packed=packed, first_step=first)
+        assert_equal(steps[first : first + 3], list(itertools.islice(resumed, 3)))
+    resumed = make_loader(data, batch_tokens=150, packed=packed, first_step=starts[1] + 5, epochs=2)
+    assert len(resumed) == len(list(resumed)) == sum(per_epoch[2:4]) - 5
+
+
+@pytest.mark.parametrize("pad_to_max_len", [True, False])
+def test_packed_batches_are_the_padded_ones_without_padding(pad_to_max_len):
+    data = numbered_data()
+    kwargs = dict(epochs=2, pad_to_max_len=pad_to_max_len)
+    for padded, packed in zip(batches(data, 32, **kwargs), batches(data, 32, packed=True, **kwargs), strict=True):
+        on = padded.attention_mask.bool()
+        for name in ("input_ids", "token_type_ids", "labels"):
+            assert getattr(packed, name).dtype == torch.int64
+            assert torch.equal(getattr(packed, name), getattr(padded, name)[on]), name
+        assert packed.attention_mask is None
+        assert torch.equal(packed.next_sentence_label, padded.next_sentence_label)
+        assert torch.equal(packed.packing.indices, padded.packing.indices)
+        assert torch.equal(packed.packing.cu_seqlens, padded.packing.cu_seqlens)
+        sizes = packed.packing.max_seqlen, packed.packing.batch, packed.packing.seqlen
+        assert sizes == (on.sum(1).max(), *padded.input_ids.shape)
+        assert packed.valid_tokens == len(packed.input_ids) == on.sum()
+    moved = packed.to("meta")
+    assert moved.labels.is_meta and moved.packing.cu_seqlens.is_meta and moved.attention_mask is None
+
+
+def test_a_step_on_packed_batches_is_the_padded_step():
+    """Dropout on, a whole training step from either loader, padding kept or dropped: loss and every gradient."""
+    data = numbered_data()
+    torch.manual_seed(0)
+    config = BertConfig(data.tokenizer.vocab_size, 24, 2, 3, 40, max_position_embeddings=64, hidden_dropout_prob=0.3)
+    model = BertForPreTraining(config).double().train()
+    steps = []
+    for packed, unpad in ((False, False), (False, True), (True, True)):
+        batch = next(iter(make_loader(data, 16, packed=packed)))
+        padding = {"packing": batch.packing} if unpad else {"attention_mask": batch.attention_mask}
+        model.unpad = unpad
+        model.zero_grad()
+        torch.manual_seed(1)
+        tensors = {k: getattr(batch, k) for k in ("input_ids", "token_type_ids", "labels", "next_sentence_label")}
+        output = model(**tensors, **padding)
+        output.loss.backward()
+        steps.append([output.mlm_loss, output.nsp_loss, *(p.grad.clone() for p in model.parameters())])
+    for other in steps[1:]:
+        torch.testing.assert_close(other, steps[0], rtol=1e-9, atol=1e-11)
+
+
+def test_a_run_with_a_token_budget_resumes(corpus, tmp_path):
+    settings = dict(corpus=str(corpus), preset="notebook", max_len=32, batch_tokens=120)
+    records = {}
+    for name, parts in (("whole", (9,)), ("halves", (7, 9))):  # 36 pairs of 21 tokens: 8 steps an epoch
+        for steps in parts:
+            pretrain(PretrainConfig(**settings, steps=steps), tmp_path / name, resume=steps != parts[0])
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        records[name] = [json.loads(line) for line in lines]
+    losses = {name: [(r["step"], r["mlm_loss"], r["nsp_loss"]) for r in found] for name, found in records.items()}
+    assert losses["whole"] == losses["halves"] and len(losses["whole"]) == 9
+    per_pair = {round(r["tokens_per_s"] / r["sentence_pairs_per_s"]) for r in records["whole"]}
+    assert per_pair == {21} and {r["valid_fraction"] for r in records["whole"]} == {1.0}
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert (summary["batch_size"], summary["batch_tokens"]) == (None, 120)
+
+
+def test_budget_and_batch_size_exclude_each_other_in_a_run(corpus, tmp_path, capsys):
+    arguments = ["pretrain", "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--batch-tokens", "9"]
+    assert cli.main([*arguments, "--batch-size", "8"]) == 1
+    assert "batch_size is 8 and batch_tokens is 9; only one of them is accepted" in capsys.readouterr().err
+    assert cli.main(arguments) == 1
+    assert "batch_tokens is 9; 21 or more, the longest example, is accepted" in capsys.readouterr().err
 
 
 # Preparation and its cache
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """Twelve paragraphs of four sentences; every word but the numbers comes back often."""
-    animals, moods = ("fox", "dog", "crane", "ox"), ("lazy", "quick", "old")
-    sentences = [
-        f"The {mood} {animal} number {n}{k} is {other} today ."
-        for n in range(4)
-        for mood, other in zip(moods, moods[::-1], strict=True)
-        for k, animal in enumerate(animals)
-    ]
-    paragraphs = [" ".join(sentences[i : i + 4]) for i in range(0, 48, 4)]
-    return write(tmp_path / "corpus.txt", "\n\n".join(paragraphs))
 
 
 @pytest.fixture

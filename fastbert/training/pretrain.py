@@ -33,7 +33,8 @@ FETCH_EVERY = 10  # steps between two readings of the losses from a GPU, each of
 
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig:
-    """A run. None means the preset's value.
+    """A run. None means the preset's value; of ``batch_size`` and ``batch_tokens`` (tokens that are not padding, as
+    many examples as fit) only one may be given.
 
     ``corpus``: "builtin", a file or a directory (:func:`fastbert.data.prepare`); ``tokenizer``: "word", "wordpiece", a
     ``vocab.txt`` or a saved tokenizer; ``dtype``: fp32, or bf16 or fp16 by autocast (fp16 with a scaled loss);
@@ -47,6 +48,7 @@ class PretrainConfig:
     preset: str = "notebook"
     steps: int = 100
     batch_size: int | None = None
+    batch_tokens: int | None = None
     max_len: int | None = None
     tokenizer: str | None = None
     learning_rate: float | None = None
@@ -65,15 +67,19 @@ class PretrainConfig:
             raise ValueError(f"dtype is {self.dtype!r}; accepted are {', '.join(DTYPES)}")
         if self.backend is not None:
             check_backend_name(self.backend, "backend")
-        for name in ("steps", "batch_size", "max_len", "save_every"):
+        for name in ("steps", "batch_size", "batch_tokens", "max_len", "save_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; 1 or more is accepted")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"learning_rate is {self.learning_rate}; a number above 0 is accepted")
+        if self.batch_size is not None and self.batch_tokens is not None:
+            raise ValueError(
+                f"batch_size is {self.batch_size} and batch_tokens is {self.batch_tokens}; only one of them is accepted"
+            )
         preset = PRESETS[self.preset]
         for name in ("batch_size", "max_len", "tokenizer", "learning_rate"):
-            if getattr(self, name) is None:
+            if getattr(self, name) is None and not (name == "batch_size" and self.batch_tokens):
                 object.__setattr__(self, name, getattr(preset, name))
 
 
@@ -176,7 +182,8 @@ def pretrain(config: PretrainConfig, out: str | os.PathLike[str], *, resume: boo
     records = _run(trainer, data, out, step, records)
     summary = _summarize(config, data, trainer, records)
     write_atomically(out / SUMMARY, json.dumps(summary, indent=2) + "\n")
-    title = f"{config.preset} on {Path(config.corpus).name}, batch {config.batch_size}, {config.dtype}"
+    size = f"batch {config.batch_size}" if config.batch_size else f"{config.batch_tokens} tokens a batch"
+    title = f"{config.preset} on {Path(config.corpus).name}, {size}, {config.dtype}"
     plot_losses(out / PLOT, records, title)
     print(
         f"MLM loss {summary['mlm_loss']:.3f} on average, {summary['last_mlm_loss']:.3f} at the end; NSP loss "
@@ -214,7 +221,14 @@ _MAY_DIFFER = ("steps", "backend", "device", "compile", "save_every")
 def _run(trainer: Trainer, data: PretrainingData, out: Path, step: int, records: list[dict]) -> list[dict]:
     """The steps after ``step``; returns the records of all steps."""
     config, device = trainer.config, trainer.device
-    loader = make_loader(data, config.batch_size, first_step=step, pin_memory=device.type == "cuda")
+    loader = make_loader(
+        data,
+        config.batch_size,
+        batch_tokens=config.batch_tokens,
+        packed=config.unpad,
+        first_step=step,
+        pin_memory=device.type == "cuda",
+    )
     batches = iter(loader)
     pending: list[tuple] = []
     with (out / METRICS).open("a", encoding="utf-8") as file, tqdm(total=config.steps, initial=step) as bar:
@@ -222,13 +236,14 @@ def _run(trainer: Trainer, data: PretrainingData, out: Path, step: int, records:
         while step < config.steps:
             batch = next(batches).to(device, non_blocking=True)
             step += 1
-            pending.append((step, trainer.step(step, batch), batch.input_ids.shape, batch.valid_tokens))
+            packing = batch.packing
+            pending.append((step, trainer.step(step, batch), packing.batch, packing.seqlen, packing.tokens))
             last = step == config.steps
             if device.type == "cpu" or len(pending) == FETCH_EVERY or last:
-                losses = torch.stack([torch.stack(pair) for _, pair, _, _ in pending]).tolist()
+                losses = torch.stack([torch.stack(pair) for _, pair, *_ in pending]).tolist()
                 seconds = (time.perf_counter() - started) / len(pending)
-                for (number, _, shape, tokens), (mlm_loss, nsp_loss) in zip(pending, losses, strict=True):
-                    records.append(_record(number, mlm_loss, nsp_loss, shape, tokens, seconds))
+                for (number, _, *sizes), (mlm_loss, nsp_loss) in zip(pending, losses, strict=True):
+                    records.append(_record(number, mlm_loss, nsp_loss, *sizes, seconds))
                     file.write(json.dumps(records[-1]) + "\n")
                 file.flush()
                 bar.update(len(pending))
@@ -244,14 +259,16 @@ def _run(trainer: Trainer, data: PretrainingData, out: Path, step: int, records:
     return records
 
 
-def _record(step: int, mlm_loss: float, nsp_loss: float, shape: torch.Size, tokens: int, seconds: float) -> dict:
+def _record(
+    step: int, mlm_loss: float, nsp_loss: float, pairs: int, seqlen: int, tokens: int, seconds: float
+) -> dict[str, float]:
     return {
         "step": step,
         "mlm_loss": mlm_loss,
         "nsp_loss": nsp_loss,
-        "sentence_pairs_per_s": round(shape[0] / seconds, 2),
+        "sentence_pairs_per_s": round(pairs / seconds, 2),
         "tokens_per_s": round(tokens / seconds, 1),
-        "valid_fraction": round(tokens / shape.numel(), 4),
+        "valid_fraction": round(tokens / (pairs * seqlen), 4),
     }
 
 
