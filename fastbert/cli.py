@@ -1,8 +1,9 @@
-"""The command line: ``fastbert pretrain``, ``fastbert info``."""
+"""The command line: ``fastbert pretrain``, ``fastbert bench``, ``fastbert info``."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,27 @@ def _pretrain(arguments: argparse.Namespace) -> None:
             raise ValueError("--resume needs --out DIR, the run to go on with")
         out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings['preset']}"
     pretrain(PretrainConfig(**settings), out, resume=resume)
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    """Run the op benchmarks of the checkout this package was installed from."""
+    if arguments.tune:
+        from .kernels import tune
+
+        print(tune.report())
+        return
+    folder = Path(__file__).resolve().parent.parent / "bench"
+    if not folder.is_dir():
+        raise ValueError(f"there are no benchmarks in {folder}; they are part of a source checkout (make bench)")
+    out = Path(arguments.out or folder / "results" / info.machine() / f"{time.strftime('%Y-%m-%d')}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    chosen = ["-k", arguments.select] if arguments.select else []
+    command = ["-m", "pytest", str(folder), "-c", str(folder.parent / "pyproject.toml"), f"--benchmark-json={out}"]
+    finished = subprocess.run([sys.executable, *command, *chosen], cwd=folder)
+    if finished.returncode:
+        raise ValueError(f"pytest ended with status {finished.returncode}")
+    subprocess.run([sys.executable, str(folder / "report.py"), str(out)], check=True)
+    print(f"results in {out}, {out.with_suffix('.md').name} and {out.with_suffix('.png').name}")
 
 
 def _info(arguments: argparse.Namespace) -> None:
@@ -56,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     command.add_argument("--no-unpad", dest="unpad", action="store_false", help="keep padding in the batch")
     command.add_argument("--compile", action="store_true", help="run the model through torch.compile")
+
+    command = commands.add_parser("bench", help="time the ops beside plain PyTorch and its peers (in a checkout)")
+    command.set_defaults(run=_bench)
+    command.add_argument("--out", metavar="FILE", help="JSON (bench/results/<machine>/<date>.json)")
+    command.add_argument("--select", metavar="EXPRESSION", help="which benchmarks, as pytest -k has it")
+    command.add_argument("--tune", action="store_true", help="measure Triton's configurations on the GPU at hand")
 
     command = commands.add_parser("info", help="versions, instruction set, and the state of every backend of every op")
     command.set_defaults(run=_info)

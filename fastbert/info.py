@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import platform
+import re
+from pathlib import Path
 
 import torch
 
@@ -22,6 +25,20 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def machine() -> str:
+    """A name for the machine's processor or GPU, fit for a file name."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def native_build() -> dict[str, str]:

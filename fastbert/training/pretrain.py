@@ -23,6 +23,7 @@ from ..bert import BertForPreTraining
 from ..data import Batch, PretrainingData, make_loader, prepare
 from ..ops.registry import check_backend_name, use_backend
 from . import checkpoint
+from .memory import keep_freed_memory
 from .metrics import plot_losses, read_metrics, write_atomically, write_metrics
 from .presets import PRESETS
 
@@ -87,6 +88,8 @@ class Trainer:
     """A model, its optimizer and the step that both the run and the throughput benchmark take."""
 
     def __init__(self, model: BertForPreTraining, config: PretrainConfig, device: torch.device):
+        if device.type == "cpu":
+            keep_freed_memory()
         preset = PRESETS[config.preset]
         self.config, self.device = config, device
         self.model = model.to(device).train()
@@ -206,7 +209,8 @@ def _claim(out: Path, config: PretrainConfig, resume: bool) -> Path | None:
                 raise ValueError(f"out is {str(out)!r}, a run with other settings: {listed}")
         elif any(out.iterdir()) and not (resume and checkpoint.latest(out) is None):
             raise ValueError(
-                f"out is {str(out)!r}, which is not empty; pass --resume to go on with the run there, or another directory"
+                f"out is {str(out)!r}, which is not empty; pass --resume to go on with the run there, or another "
+                "directory"
             )
         write_atomically(out / CONFIG, json.dumps(settings, indent=2) + "\n")
     except OSError as error:
