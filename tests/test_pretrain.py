@@ -198,6 +198,9 @@ def test_a_bad_corpus_is_one_clear_line(tmp_path, capsys, text, message):
     error = capsys.readouterr().err
     assert error.startswith("fastbert: error: ") and message in error and "Traceback" not in error
     assert error.count("\n") == 1
+    path.write_text("\n\n".join(f"A cat sat on mat {i}. A dog ran far." for i in range(8)))
+    again = ["pretrain", "--corpus", str(path), "--out", str(tmp_path / "run"), "--steps", "1", "--batch-size", "2"]
+    assert cli.main(again) == 0
 
 
 def test_an_unwritable_run_directory_is_one_clear_line(corpus, tmp_path, capsys):

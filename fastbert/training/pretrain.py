@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import platform
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,8 @@ def pretrain(config: PretrainConfig, out: str | os.PathLike[str], *, resume: boo
         seed=config.seed,
         static_masking=preset.static_masking,
     )
+    # Only now: a run that found no data leaves a directory that may be used again.
+    write_atomically(out / CONFIG, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     print(
         f"{len(data):,} examples of up to {config.max_len} tokens, {data.fill:.1%} of them filled; "
         f"vocabulary of {data.tokenizer.vocab_size:,}"
@@ -212,7 +215,8 @@ def _claim(out: Path, config: PretrainConfig, resume: bool) -> Path | None:
                 f"out is {str(out)!r}, which is not empty; pass --resume to go on with the run there, or another "
                 "directory"
             )
-        write_atomically(out / CONFIG, json.dumps(settings, indent=2) + "\n")
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except OSError as error:
         raise type(error)(error.errno, f"out is {str(out)!r}, which cannot be written: {error.strerror}") from error
     return checkpoint.latest(out) if resume else None
