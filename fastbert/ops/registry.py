@@ -42,6 +42,12 @@ def check_backend_name(name: str, argument: str) -> None:
         raise ValueError(f"{argument} is {name!r}; accepted are {', '.join(map(repr, BACKENDS))}")
 
 
+def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.assume_constant_result``, which imports torch._dynamo, and that triton, on the spot."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
     """Within the context every op runs on backend ``name``; None restores the choice by inputs.
@@ -57,7 +63,7 @@ def use_backend(name: str | None) -> Iterator[None]:
         _asked_for.reset(token)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _requested() -> str | None:
     """The backend asked for by context or environment; a compiled graph keeps the one it was traced with."""
     name = _asked_for.get()
