@@ -11,6 +11,9 @@ in place, in the upper bits. That makes 11 integer operations for two elements: 
 import triton
 import triton.language as tl
 
+# Integer operations of `keep` for two neighbouring columns, the comparisons among them.
+OPERATIONS_PER_PAIR = 11
+
 
 @triton.jit
 def _mix(x):
@@ -36,9 +39,9 @@ def row_keys(seed_key, row_hi, row_lo):
 
 
 @triton.jit
-def _hash(k0, k1, column):
-    """The hash of a pair of columns, but for its last step."""
-    x = k0 + (column.to(tl.uint32) >> 1) * 0x9E3779B9
+def _hash(k0, k1, pair):
+    """The hash of columns 2 * pair and 2 * pair + 1, but for its last step."""
+    x = k0 + pair.to(tl.uint32) * 0x9E3779B9
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= (x >> 15) ^ k1
@@ -48,16 +51,25 @@ def _hash(k0, k1, column):
 @triton.jit
 def keep(k0, k1, column, threshold):
     """Which elements stay. ``k0``, ``k1``, ``column``: broadcast together; ``threshold``: int32, 1..65536."""
-    x = _hash(k0, k1, column)
+    x = _hash(k0, k1, column >> 1)
     x = tl.where((column & 1) == 1, x, x ^ (x << 16))
     # bits >= threshold, on bits << 16 and whatever is below them; 65536 wraps to "greater than the largest".
     return x > (threshold.to(tl.uint32) << 16) - 1
 
 
 @triton.jit
+def keep_tile(k0, k1, start, COLUMNS: tl.constexpr, threshold):
+    """:func:`keep` of rows ``[ROWS, 1]`` in COLUMNS columns from ``start``, an even number, on: one hash per pair."""
+    pair = (start >> 1) + tl.arange(0, COLUMNS // 2)[None, :]
+    x = _hash(k0, k1, pair)
+    cut = (threshold.to(tl.uint32) << 16) - 1
+    return tl.join((x ^ (x << 16)) > cut, x > cut).reshape(k0.shape[0], COLUMNS)
+
+
+@triton.jit
 def bits(k0, k1, column):
     """The 16 random bits of each element, uint32: ``fastbert.ops.dropout_bits``."""
-    x = _hash(k0, k1, column)
+    x = _hash(k0, k1, column >> 1)
     return tl.where((column & 1) == 1, x, x ^ (x << 16)) >> 16
 
 

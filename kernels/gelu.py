@@ -13,13 +13,21 @@ product everywhere, while a quotient costs a range reduction.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import StaticCase
 from .column_sums import column_sums
 from .launch import OPTIONS, Config, cdiv, choose, rows_of
+
+if TYPE_CHECKING:
+    from .tune import Tunable
 
 # By columns: rows of up to that many take tiles of the last entry that fits.
 FORWARD = (Config(64, 64, 4), Config(16, 256, 4), Config(4, 1024, 4))
@@ -29,10 +37,14 @@ BACKWARD_PROGRAMS = 1056
 
 
 @triton.jit
-def _normal(x, PRECISE: tl.constexpr):
-    """Phi(x), and phi(x) times sqrt(2 pi). Relative error 6e-8, or 6e-5 if not PRECISE."""
-    t = tl.abs(x)
-    e = tl.exp2(x * x * -0.7213475204444817)
+def _magnitude(x):
+    """|x|, at most 20, where exp(-t^2 / 2) is 0, so that an infinity times it is 0 as well; NaN stays."""
+    return tl.minimum(tl.abs(x), 20.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _tail(t, PRECISE: tl.constexpr):
+    """exp(-t^2 / 2) and R(t), whose product is Phi(-t), for t >= 0. Relative error 6e-8, or 6e-5 if not PRECISE."""
     d = 1.0 + t * 0.25
     u = tl.rsqrt(d * d)
     if PRECISE:
@@ -49,8 +61,7 @@ def _normal(x, PRECISE: tl.constexpr):
         p = p * u + 1.785232340e-1
         p = p * u + 8.118500232e-2
         p = p * u + 1.012656712e-1
-    tail = e * (p * u)
-    return tl.where(x < 0, tail, 1.0 - tail), e
+    return tl.exp2(t * t * -0.7213475204444817), p * u
 
 
 @triton.jit
@@ -65,8 +76,10 @@ def _value(x, TANH: tl.constexpr, PRECISE: tl.constexpr):
     if TANH:
         return x * _sigmoid(x)
     else:
-        cdf, _ = _normal(x, PRECISE)
-        return x * cdf
+        # x Phi(x) = max(x, 0) - |x| Phi(-|x|)
+        t = _magnitude(x)
+        e, r = _tail(t, PRECISE)
+        return tl.maximum(x, 0.0) - (t * e) * r
 
 
 @triton.jit
@@ -75,8 +88,20 @@ def _derivative(x, TANH: tl.constexpr, PRECISE: tl.constexpr):
         s = _sigmoid(x)
         return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406641266895886 * (x * x))
     else:
-        cdf, e = _normal(x, PRECISE)
-        return cdf + x * e * 0.3989422804014327
+        # Phi(x) + x phi(x), which is Phi(-t) - t phi(t) at x = -t, and one minus that at x = t
+        t = _magnitude(x)
+        e, r = _tail(t, PRECISE)
+        below = e * (r - t * 0.3989422804014327)
+        return tl.where(x < 0, below, 1.0 - below)
+
+
+@triton.jit
+def _load(pointers, column, columns, EVEN: tl.constexpr):
+    """In float32; EVEN: all columns are inside, else those outside are 0."""
+    if EVEN:
+        return tl.load(pointers + column).to(tl.float32)
+    else:
+        return tl.load(pointers + column, mask=column < columns, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -90,16 +115,18 @@ def forward_kernel(
     TANH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,  # columns is a multiple of COLUMNS
 ):
-    """One tile; tiles of one row of tiles are neighbours."""
+    """One tile; the tiles of the same rows are neighbours. Rows past the end read the last one."""
     tiles = tl.cdiv(columns, COLUMNS)
     pid = tl.program_id(0)
     row = (pid // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (pid % tiles) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < count) & (column < columns)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    inside = row < count if EVEN else (row < count) & (column < columns)
+    row = tl.minimum(row, count - 1)
+    x = _load(x_ptr + row * x_stride, column, columns, EVEN)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+        x += _load(bias_ptr, column, columns, EVEN)
     y = _value(x, TANH, y_ptr.dtype.element_ty == tl.float32)
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -119,9 +146,10 @@ def backward_kernel(
     TANH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """COLUMNS columns of ``rows_each`` rows, a tile at a time."""
+    """COLUMNS columns of ``rows_each`` rows, a tile at a time; a row past the end reads the last, and counts as 0."""
     tiles = tl.cdiv(columns, COLUMNS)
     pid = tl.program_id(0)
     part = (pid // tiles).to(tl.int64)
@@ -129,16 +157,18 @@ def backward_kernel(
     begin = part * rows_each
     end = tl.minimum(begin + rows_each, count)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+        bias = _load(bias_ptr, column, columns, EVEN)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(begin, end, ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)[:, None]
-        inside = (row < end) & (column < columns)
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        valid = row < end
+        row = tl.minimum(row, end - 1)
+        x = _load(x_ptr + row * x_stride, column, columns, EVEN)
+        grad = tl.where(valid, _load(grad_ptr + row * grad_stride, column, columns, EVEN), 0.0)
         if bias_ptr is not None:
             x += bias
         dx = grad * _derivative(x, TANH, dx_ptr.dtype.element_ty == tl.float32)
+        inside = valid if EVEN else valid & (column < columns)
         tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if bias_ptr is not None:
             total += dx
@@ -172,6 +202,7 @@ def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
         approximate == "tanh",
         rows,
         block,
+        columns % block == 0,
         num_warps=num_warps,
         **OPTIONS,
     )
@@ -204,8 +235,46 @@ def backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> 
         approximate == "tanh",
         config.rows,
         config.columns,
+        columns % config.columns == 0,
         config.num_stages,
         num_warps=config.num_warps,
         **OPTIONS,
     )
     return dx, sums.view(-1) if bias is None else column_sums(sums)[0]
+
+
+def static_cases() -> Iterator[StaticCase]:
+    from .offline import bytes_of, meta
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for tokens, columns, dtype, approximate, ci in (
+        (4096, 3072, bf16, "none", True),
+        (32768, 3072, bf16, "none", False),
+        (32768, 3072, bf16, "tanh", False),
+        (32768, 3072, fp16, "none", False),
+        (32768, 3072, fp32, "none", False),
+        (32768, 3072, fp32, "tanh", False),
+        (32768, 256, bf16, "none", False),
+        (32768, 256, fp32, "none", False),
+        (32768, 64, bf16, "none", False),
+        (32768, 64, fp32, "none", False),
+        (32768, 771, bf16, "none", False),
+    ):
+        x, bias = meta(tokens, columns, dtype=dtype), meta(columns, dtype=dtype)
+        shape = f"{tokens} x {columns}, {str(dtype).removeprefix('torch.')}, {approximate}"
+        vectors = bytes_of(bias)
+        yield StaticCase(f"forward {shape}", partial(forward, x, bias, approximate), 2 * bytes_of(x) + vectors, ci=ci)
+        call = partial(backward, x, x, bias, approximate)
+        yield StaticCase(f"backward {shape}", call, 3 * bytes_of(x) + vectors + 4 * columns, ci=ci)
+
+
+def tunables() -> Iterator[Tunable]:
+    from .tune import Tunable
+
+    for table, entries in (("FORWARD", FORWARD), ("BACKWARD", BACKWARD)):
+        for config in entries:
+            columns = 3072 if config == entries[-1] else config.columns
+            x = torch.randn(32768, columns, dtype=torch.bfloat16, device="cuda")
+            bias = torch.randn(columns, dtype=torch.bfloat16, device="cuda")
+            call = partial(forward, x, bias, "none") if table == "FORWARD" else partial(backward, x, x, bias, "none")
+            yield Tunable(table, config, call)

@@ -9,12 +9,21 @@ one head at a time; a longer row is read in chunks, twice forward and three time
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dropout import keep, row_keys, seed_key, threshold_and_scale
+from . import StaticCase
+from .dropout import OPERATIONS_PER_PAIR, keep_tile, row_keys, seed_key, threshold_and_scale
 from .launch import OPTIONS, Config, cdiv, choose, rows_of
+
+if TYPE_CHECKING:
+    from .tune import Tunable
 
 # Queries of one head per program, by keys.
 FORWARD = (
@@ -40,6 +49,8 @@ BACKWARD = (
 # Rows longer than the tables' last entry, in chunks.
 LONG = Config(1, 4096, 8)
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _place(lengths_ptr, heads, queries, keys, LENGTHS: tl.constexpr, ROWS: tl.constexpr):
@@ -64,13 +75,24 @@ def _mask_offset(group, query, heads, mask_batch, mask_head, mask_query):
 
 
 @triton.jit
-def _scores(scores_ptr, mask_ptr, mask_key, key, length, scale):
-    """scale * scores + mask of some keys in float32, -inf where off; the pointers are those of the rows."""
+def _whole_vectors(length):
+    """``length``, rounded up to where the vectors of a load end: they are then loaded whole or not at all."""
+    return (length + 15) // 16 * 16
+
+
+@triton.jit
+def _scores(scores_ptr, mask_ptr, mask_key, key, keys, length, scale):
+    """scale * scores + mask of some keys in float32, -inf where off; the pointers are those of the rows.
+
+    Without an additive mask, times log2(e).
+    """
+    loaded = (key < _whole_vectors(length)) & (key < keys)
     on = key < length
-    s = tl.load(scores_ptr + key, mask=on, other=0.0).to(tl.float32) * scale
+    additive: tl.constexpr = mask_ptr is not None and mask_ptr.dtype.element_ty == tl.float32
+    s = tl.load(scores_ptr + key, mask=loaded, other=0.0).to(tl.float32) * (scale if additive else scale * _LOG2_E)
     if mask_ptr is not None:
-        mask = tl.load(mask_ptr + key.to(tl.int64) * mask_key, mask=on, other=0)
-        if mask_ptr.dtype.element_ty == tl.float32:
+        mask = tl.load(mask_ptr + key.to(tl.int64) * mask_key, mask=loaded, other=0)
+        if additive:
             s += mask
             on &= mask != float("-inf")
         else:
@@ -79,22 +101,21 @@ def _scores(scores_ptr, mask_ptr, mask_key, key, length, scale):
 
 
 @triton.jit
-def _exponentials(s, most):
-    """exp(s - most), where most is the largest of a row; 0 where -inf. (The difference first: it cannot overflow.)"""
-    return tl.exp2((s - tl.where(most == float("-inf"), 0.0, most)) * 1.4426950408889634)
+def _exponentials(s, most, mask_ptr):
+    """exp of what :func:`_scores` gave, less ``most``, the largest of a row; 0 where -inf.
+
+    A large finite mask times log2(e) may overflow; the difference to the largest may not matter if it does.
+    """
+    s -= tl.where(most == float("-inf"), 0.0, most)
+    if mask_ptr is not None and mask_ptr.dtype.element_ty == tl.float32:
+        s *= _LOG2_E
+    return tl.exp2(s)
 
 
 @triton.jit
 def _inverse(total):
     """1 / total, 0 for a row with no key on."""
     return tl.where(total == 0.0, 0.0, 1.0 / total)
-
-
-@triton.jit
-def _softmax(s):
-    e = _exponentials(s, tl.max(s, axis=1, keep_dims=True))
-    p = e * _inverse(tl.sum(e, axis=1, keep_dims=True))
-    return tl.where(s == float("-inf"), 0.0, p)
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "threshold"])
@@ -125,10 +146,14 @@ def forward_kernel(
     row = group.to(tl.int64) * queries + query
     if mask_ptr is not None:
         mask_ptr += _mask_offset(group, query, heads, mask_batch, mask_head, mask_query)
-    p = _softmax(_scores(scores_ptr + row * scores_stride, mask_ptr, mask_key, key, length, scale))
+    s = _scores(scores_ptr + row * scores_stride, mask_ptr, mask_key, key, keys, length, scale)
+    e = _exponentials(s, tl.max(s, axis=1, keep_dims=True), mask_ptr)
+    inverse = _inverse(tl.sum(e, axis=1, keep_dims=True))
     if seed_ptr is not None:
         k0, k1 = row_keys(seed_key(seed_ptr), group, query)
-        p = tl.where(keep(k0, k1, key, threshold), p * keep_scale, 0.0)
+        p = tl.where(keep_tile(k0, k1, 0, COLUMNS, threshold), e * (inverse * keep_scale), 0.0)
+    else:
+        p = e * inverse
     tl.store(out_ptr + row * keys + key, p.to(out_ptr.dtype.element_ty), mask=(query < queries) & (key < keys))
 
 
@@ -162,17 +187,18 @@ def backward_kernel(
     row = group.to(tl.int64) * queries + query
     if mask_ptr is not None:
         mask_ptr += _mask_offset(group, query, heads, mask_batch, mask_head, mask_query)
-    grad = tl.load(grad_ptr + row * grad_stride + key, mask=key < length, other=0.0).to(tl.float32)
-    s = _scores(scores_ptr + row * scores_stride, mask_ptr, mask_key, key, length, scale)
-    p = _softmax(s)
-    on = s != float("-inf")
+    loaded = (key < _whole_vectors(length)) & (key < keys)
+    grad = tl.load(grad_ptr + row * grad_stride + key, mask=loaded, other=0.0).to(tl.float32)
+    s = _scores(scores_ptr + row * scores_stride, mask_ptr, mask_key, key, keys, length, scale)
+    e = _exponentials(s, tl.max(s, axis=1, keep_dims=True), mask_ptr)
+    inverse = _inverse(tl.sum(e, axis=1, keep_dims=True))
+    # Whatever the gradient holds where a key is off, it counts for nothing.
+    dp = tl.where(s == float("-inf"), 0.0, grad)
     if seed_ptr is not None:
         k0, k1 = row_keys(seed_key(seed_ptr), group, query)
-        on &= keep(k0, k1, key, threshold)
-        grad *= keep_scale
-    dp = tl.where(on, grad, 0.0)
-    ds = p * (dp - tl.sum(p * dp, axis=1, keep_dims=True)) * scale
-    ds = tl.where(s == float("-inf"), 0.0, ds)
+        dp = tl.where(keep_tile(k0, k1, 0, COLUMNS, threshold), dp * keep_scale, 0.0)
+    dot = tl.sum(e * dp, axis=1, keep_dims=True) * inverse
+    ds = e * (dp - dot) * (inverse * scale)
     tl.store(dscores_ptr + row * keys + key, ds.to(dscores_ptr.dtype.element_ty), mask=(query < queries) & (key < keys))
 
 
@@ -183,12 +209,12 @@ def _long_statistics(scores_ptr, mask_ptr, mask_key, length, keys, scale, COLUMN
     total = tl.zeros([1, COLUMNS], tl.float32)
     for start in range(0, keys, COLUMNS):
         key = start + tl.arange(0, COLUMNS)[None, :]
-        s = _scores(scores_ptr, mask_ptr, mask_key, key, length, scale)
+        s = _scores(scores_ptr, mask_ptr, mask_key, key, keys, length, scale)
         higher = tl.maximum(most, s)
-        total = total * _exponentials(most, higher) + _exponentials(s, higher)
+        total = total * _exponentials(most, higher, mask_ptr) + _exponentials(s, higher, mask_ptr)
         most = higher
     row_most = tl.max(most, axis=1, keep_dims=True)
-    return row_most, _inverse(tl.sum(total * _exponentials(most, row_most), axis=1, keep_dims=True))
+    return row_most, _inverse(tl.sum(total * _exponentials(most, row_most, mask_ptr), axis=1, keep_dims=True))
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "threshold"])
@@ -223,10 +249,10 @@ def forward_long_kernel(
     most, inverse = _long_statistics(scores_ptr, mask_ptr, mask_key, length, keys, scale, COLUMNS)
     for start in range(0, keys, COLUMNS):
         key = start + tl.arange(0, COLUMNS)[None, :]
-        s = _scores(scores_ptr, mask_ptr, mask_key, key, length, scale)
-        p = tl.where(s == float("-inf"), 0.0, _exponentials(s, most) * inverse)
+        s = _scores(scores_ptr, mask_ptr, mask_key, key, keys, length, scale)
+        p = _exponentials(s, most, mask_ptr) * inverse
         if seed_ptr is not None:
-            p = tl.where(keep(k0, k1, key, threshold), p * keep_scale, 0.0)
+            p = tl.where(keep_tile(k0, k1, start, COLUMNS, threshold), p * keep_scale, 0.0)
         tl.store(out_ptr + row * keys + key, p.to(out_ptr.dtype.element_ty), mask=key < keys)
 
 
@@ -266,24 +292,21 @@ def backward_long_kernel(
     total = tl.zeros([1, COLUMNS], tl.float32)
     for start in range(0, keys, COLUMNS):
         key = start + tl.arange(0, COLUMNS)[None, :]
-        grad = tl.load(grad_ptr + key, mask=key < length, other=0.0).to(tl.float32)
-        s = _scores(scores_ptr, mask_ptr, mask_key, key, length, scale)
-        on = s != float("-inf")
+        grad = tl.load(grad_ptr + key, mask=(key < _whole_vectors(length)) & (key < keys), other=0.0).to(tl.float32)
+        s = _scores(scores_ptr, mask_ptr, mask_key, key, keys, length, scale)
+        dp = tl.where(s == float("-inf"), 0.0, grad)
         if seed_ptr is not None:
-            on &= keep(k0, k1, key, threshold)
-            grad *= keep_scale
-        total += tl.where(on, grad * (_exponentials(s, most) * inverse), 0.0)
+            dp = tl.where(keep_tile(k0, k1, start, COLUMNS, threshold), dp * keep_scale, 0.0)
+        total += dp * (_exponentials(s, most, mask_ptr) * inverse)
     dot = tl.sum(total, axis=1, keep_dims=True)
     for start in range(0, keys, COLUMNS):
         key = start + tl.arange(0, COLUMNS)[None, :]
-        grad = tl.load(grad_ptr + key, mask=key < length, other=0.0).to(tl.float32)
-        s = _scores(scores_ptr, mask_ptr, mask_key, key, length, scale)
-        on = s != float("-inf")
+        grad = tl.load(grad_ptr + key, mask=(key < _whole_vectors(length)) & (key < keys), other=0.0).to(tl.float32)
+        s = _scores(scores_ptr, mask_ptr, mask_key, key, keys, length, scale)
+        dp = tl.where(s == float("-inf"), 0.0, grad)
         if seed_ptr is not None:
-            on &= keep(k0, k1, key, threshold)
-            grad *= keep_scale
-        ds = _exponentials(s, most) * inverse * (tl.where(on, grad, 0.0) - dot) * scale
-        ds = tl.where(s == float("-inf"), 0.0, ds)
+            dp = tl.where(keep_tile(k0, k1, start, COLUMNS, threshold), dp * keep_scale, 0.0)
+        ds = _exponentials(s, most, mask_ptr) * (dp - dot) * (inverse * scale)
         tl.store(dscores_ptr + row * keys + key, ds.to(dscores_ptr.dtype.element_ty), mask=key < keys)
 
 
@@ -349,3 +372,52 @@ def backward(
     strides = (grad_stride, stride)
     _launch(backward_kernel, backward_long_kernel, BACKWARD, tensors, strides, shape, mask, lengths, scale, dropout)
     return dscores
+
+
+def static_cases() -> Iterator[StaticCase]:
+    from .offline import bytes_of, meta
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    # batch, sequence, dtype, mask, dropout_p
+    cases = [
+        (32, 128, bf16, "lengths", 0.1),
+        (8, 512, bf16, "lengths", 0.1),
+        (256, 128, bf16, "lengths", 0.1),
+        (64, 512, bf16, "lengths", 0.1),
+        (64, 512, bf16, "lengths", 0.0),
+        (64, 512, bf16, "bool", 0.1),
+        (64, 512, bf16, "additive", 0.1),
+        (64, 512, fp16, "lengths", 0.1),
+        (64, 512, fp32, "lengths", 0.1),
+        (64, 509, bf16, "lengths", 0.1),
+    ]
+    widths = [config.columns for config in FORWARD] + [2 * FORWARD[-1].columns]
+    cases += [(1, sequence, dtype, "lengths", 0.1) for sequence in widths for dtype in (bf16, fp32)]
+    for batch, sequence, dtype, form, dropout_p in cases:
+        scores, seed = meta(batch, 12, sequence, sequence, dtype=dtype), meta(1, dtype=torch.int64)
+        lengths = meta(batch, dtype=torch.int32) if form == "lengths" else None
+        mask = None
+        if form != "lengths":
+            mask = meta(batch, 1, 1, sequence, dtype=torch.bool if form == "bool" else fp32).expand(scores.shape)
+        shape = f"{batch} x 12 x {sequence} x {sequence}, {str(dtype).removeprefix('torch.')}, {form}, p {dropout_p}"
+        integer_ops = OPERATIONS_PER_PAIR * scores.numel() // 2 if dropout_p else 0
+        least, ci = sum(bytes_of(t) for t in (scores, scores, mask, lengths) if t is not None), batch == 32
+        inputs = (scores, mask, lengths, 0.125, dropout_p, seed)
+        yield StaticCase(f"forward {shape}", partial(forward, *inputs), least, integer_ops=integer_ops, ci=ci)
+        least += bytes_of(scores)
+        call = partial(backward, scores, *inputs)
+        yield StaticCase(f"backward {shape}", call, least, integer_ops=integer_ops, ci=ci)
+
+
+def tunables() -> Iterator[Tunable]:
+    from .tune import Tunable
+
+    for table, entries in (("FORWARD", FORWARD), ("BACKWARD", BACKWARD)):
+        for config in entries:
+            keys = config.columns
+            scores = torch.randn((1 << 26) // keys // keys or 1, 1, keys, keys, dtype=torch.bfloat16, device="cuda")
+            lengths = torch.full((scores.shape[0],), keys, dtype=torch.int32, device="cuda")
+            inputs = (scores, None, lengths, 0.125, 0.1, torch.zeros(1, dtype=torch.int64, device="cuda"))
+            yield Tunable(
+                table, config, partial(forward, *inputs) if table == "FORWARD" else partial(backward, scores, *inputs)
+            )

@@ -1,4 +1,4 @@
-"""Launches without a GPU: what a call would compile for a given GPU, exactly as Triton's own launch would, and how often.
+"""Launches without a GPU: what a call compiles for a given GPU, exactly as Triton's own launch would, and how often.
 
 Within ``offline(target)`` a launch compiles its kernel for ``target`` (once per variant, in Triton's own cache) and is
 recorded instead of run. Tensors may live on the "meta" device: only their types, shapes, strides and alignment count.
@@ -27,11 +27,11 @@ TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """``kernel`` with ``programs`` programs; ``bytes_moved``: its tensors, each once; ``compiled``: for the target."""
+    """``kernel`` on ``grid``; ``bytes_moved``: its tensors, each once; ``compiled``: for the target."""
 
     kernel: JITFunction
     compiled: Any
-    programs: int
+    grid: tuple[int, ...]
     bytes_moved: int
 
     @property
@@ -66,10 +66,7 @@ def offline(target: str) -> Iterator[list[Launch]]:
     def record(self, *args, grid, warmup, **options):
         compiled = run(self, *args, grid=grid, warmup=True, **options)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        programs = 1
-        for size in grid:
-            programs *= size
-        launches.append(Launch(self, compiled, programs, sum(bytes_of(t) for t in tensors)))
+        launches.append(Launch(self, compiled, tuple(grid), sum(bytes_of(t) for t in tensors)))
 
     JITFunction.run = record
     driver.set_active(_Driver(target))
@@ -87,6 +84,11 @@ def bytes_of(tensor: torch.Tensor) -> int:
     for size in sizes:
         count *= size
     return count
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without data."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @triton.jit
