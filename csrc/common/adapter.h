@@ -25,11 +25,16 @@ using torch::stable::Tensor;
 
 inline DType dtype_of(const Tensor& t) {
     switch (t.scalar_type()) {
-        case ScalarType::Float: return DType::f32;
-        case ScalarType::Double: return DType::f64;
-        case ScalarType::BFloat16: return DType::bf16;
-        case ScalarType::Half: return DType::f16;
-        default: STD_TORCH_CHECK(false, "fastbert: a float32, float64, bfloat16 or float16 tensor is needed");
+        case ScalarType::Float:
+            return DType::f32;
+        case ScalarType::Double:
+            return DType::f64;
+        case ScalarType::BFloat16:
+            return DType::bf16;
+        case ScalarType::Half:
+            return DType::f16;
+        default:
+            STD_TORCH_CHECK(false, "fastbert: a float32, float64, bfloat16 or float16 tensor is needed");
     }
     return DType::f32;
 }
@@ -44,9 +49,8 @@ inline std::vector<int64_t> sizes_of(const Tensor& t) {
 inline void zero(Tensor& t) {
     auto* data = static_cast<char*>(t.mutable_data_ptr());
     const int64_t size = t.numel() * size_of(dtype_of(t));
-    torch::stable::parallel_for(0, size, 1 << 18, [&](int64_t begin, int64_t end) {
-        std::memset(data + begin, 0, end - begin);
-    });
+    torch::stable::parallel_for(0, size, 1 << 18,
+                                [&](int64_t begin, int64_t end) { std::memset(data + begin, 0, end - begin); });
 }
 
 // torch's type promotion among the four floating types.
@@ -113,7 +117,7 @@ inline Dropout dropout_of(double p, const std::optional<Tensor>& seed) {
 
 // A small vector (bias, LayerNorm parameters) in the type a kernel accumulates in: float, or double for float64.
 class Accumulated {
-   public:
+public:
     Accumulated(const std::optional<Tensor>& t, DType dtype, int64_t size) {
         if (!t.has_value()) return;
         STD_TORCH_CHECK(t->numel() == size, "fastbert: a vector of ", size, " elements is needed, not ", t->numel());
@@ -122,14 +126,14 @@ class Accumulated {
     }
     const void* data() const { return tensor_.has_value() ? tensor_->const_data_ptr() : nullptr; }
 
-   private:
+private:
     std::optional<Tensor> tensor_;
 };
 
 // Column sums over many rows (weight gradients), deterministic and in the accumulation type: rows are cut into
 // chunks by their number alone, each chunk sums into its own rows of `partial`, and the chunks are added in order.
 class PartialSums {
-   public:
+public:
     PartialSums(const Tensor& like, bool wide, int64_t vectors, int64_t rows, int64_t columns)
         : vectors_(vectors), rows_(rows), columns_(columns), wide_(wide) {
         chunks_ = rows < 32 * kChunks ? (rows + 31) / 32 : kChunks;
@@ -159,7 +163,7 @@ class PartialSums {
         return out;
     }
 
-   private:
+private:
     static constexpr int64_t kChunks = 64;
 
     template <class C>

@@ -33,9 +33,8 @@ struct RowKeys {
 };
 
 FASTBERT_HOST_DEVICE RowKeys row_keys(uint64_t seed, uint32_t row_hi, uint32_t row_lo) {
-    uint32_t k0 = mix(mix(mix(mix(static_cast<uint32_t>(seed) + kGolden) + static_cast<uint32_t>(seed >> 32)) +
-                          row_hi) +
-                      row_lo);
+    uint32_t k0 =
+        mix(mix(mix(mix(static_cast<uint32_t>(seed) + kGolden) + static_cast<uint32_t>(seed >> 32)) + row_hi) + row_lo);
     return {k0, mix(k0 ^ kSecondKey)};
 }
 

@@ -21,8 +21,8 @@ struct EmbeddingLayerNormArgs {
     const int64_t* row_index;  // dropout's coordinate of each token; null: its own number
     double eps;
     int64_t columns;
-    bool wide;  // C is double
-    Rows out;   // backward: the incoming gradient
+    bool wide;   // C is double
+    Rows out;    // backward: the incoming gradient
     void* dsum;  // backward: [tokens, columns] of C, the gradient of the sum
 };
 struct EmbeddingLayerNormKernels {
@@ -59,8 +59,8 @@ struct EmbeddingLayerNorm {
         for (int t = 0; t < kTables; ++t)
             rows[t] = widen(a.table[t].row(a.ids[t][token]), a.table[t].dtype, n, buffer(t));
         return reduce<C>(n, [&](int64_t i, auto m) {
-            const auto v = m.template load<C>(rows[0] + i) + m.template load<C>(rows[1] + i) +
-                           m.template load<C>(rows[2] + i);
+            const auto v =
+                m.template load<C>(rows[0] + i) + m.template load<C>(rows[1] + i) + m.template load<C>(rows[2] + i);
             store<C>(pre + i, v);
             return v;
         });

@@ -16,8 +16,8 @@ struct GeluKernels {
     // Rows [begin, end) of x [*, columns]; bias: columns of float (double for float64), or null.
     void (*forward)(Rows x, const void* bias, Rows y, bool tanh, int64_t columns, int64_t begin, int64_t end);
     // dbias: columns of float (double), added to; or null.
-    void (*backward)(Rows dy, Rows x, const void* bias, Rows dx, void* dbias, bool tanh, int64_t columns,
-                     int64_t begin, int64_t end);
+    void (*backward)(Rows dy, Rows x, const void* bias, Rows dx, void* dbias, bool tanh, int64_t columns, int64_t begin,
+                     int64_t end);
 };
 }  // namespace fastbert::cpu
 
@@ -131,19 +131,21 @@ void backward_rows(Rows dy, Rows x, const C* bias, Rows dx, C* dbias, int64_t co
 void forward(Rows x, const void* bias, Rows y, bool tanh, int64_t columns, int64_t begin, int64_t end) {
     if (x.dtype == DType::f64)
         (tanh ? forward_rows<double, true> : forward_rows<double, false>)(x, static_cast<const double*>(bias), y,
-                                                                         columns, begin, end);
+                                                                          columns, begin, end);
     else
-        (tanh ? forward_rows<float, true> : forward_rows<float, false>)(x, static_cast<const float*>(bias), y,
-                                                                       columns, begin, end);
+        (tanh ? forward_rows<float, true> : forward_rows<float, false>)(x, static_cast<const float*>(bias), y, columns,
+                                                                        begin, end);
 }
 void backward(Rows dy, Rows x, const void* bias, Rows dx, void* dbias, bool tanh, int64_t columns, int64_t begin,
               int64_t end) {
     if (x.dtype == DType::f64)
-        (tanh ? backward_rows<double, true> : backward_rows<double, false>)(
-            dy, x, static_cast<const double*>(bias), dx, static_cast<double*>(dbias), columns, begin, end);
+        (tanh ? backward_rows<double, true> : backward_rows<double, false>)(dy, x, static_cast<const double*>(bias), dx,
+                                                                            static_cast<double*>(dbias), columns, begin,
+                                                                            end);
     else
-        (tanh ? backward_rows<float, true> : backward_rows<float, false>)(
-            dy, x, static_cast<const float*>(bias), dx, static_cast<float*>(dbias), columns, begin, end);
+        (tanh ? backward_rows<float, true> : backward_rows<float, false>)(dy, x, static_cast<const float*>(bias), dx,
+                                                                          static_cast<float*>(dbias), columns, begin,
+                                                                          end);
 }
 }  // namespace
 

@@ -23,8 +23,7 @@ inline constexpr const char* kIsaNames[] = {FASTBERT_FOR_EACH_ISA(FASTBERT_ISA_S
 inline Isa best_isa() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (avx512 && __builtin_cpu_supports("avx512bf16")) return isa_avx512_bf16;
@@ -51,7 +50,7 @@ inline Isa current_isa() {
 // An op's file declares `struct GeluKernels` (its kernels, as function pointers), defines one such table per
 // instruction set with FASTBERT_KERNELS(GeluKernels, gelu) = {...}, and in its adapter says
 // FASTBERT_CHOOSE(GeluKernels, gelu) to get `gelu_kernels()`, the table in use.
-#define FASTBERT_KERNELS(Type, op)          \
+#define FASTBERT_KERNELS(Type, op)               \
     extern const fastbert::cpu::Type op##_table; \
     const fastbert::cpu::Type op##_table
 
@@ -60,15 +59,15 @@ inline Isa current_isa() {
     extern const Type op##_table;             \
     }
 #if defined(__x86_64__)
-#define FASTBERT_CHOOSE(Type, op)                                                                              \
-    FASTBERT_DECLARE_TABLE(baseline, Type, op)                                                                 \
-    FASTBERT_DECLARE_TABLE(avx2, Type, op)                                                                     \
-    FASTBERT_DECLARE_TABLE(avx512, Type, op)                                                                   \
-    FASTBERT_DECLARE_TABLE(avx512_bf16, Type, op)                                                              \
-    static const Type& op##_kernels() {                                                                        \
-        static const Type* const tables[] = {&baseline::op##_table, &avx2::op##_table, &avx512::op##_table,    \
-                                             &avx512_bf16::op##_table};                                        \
-        return *tables[current_isa()];                                                                         \
+#define FASTBERT_CHOOSE(Type, op)                                                                           \
+    FASTBERT_DECLARE_TABLE(baseline, Type, op)                                                              \
+    FASTBERT_DECLARE_TABLE(avx2, Type, op)                                                                  \
+    FASTBERT_DECLARE_TABLE(avx512, Type, op)                                                                \
+    FASTBERT_DECLARE_TABLE(avx512_bf16, Type, op)                                                           \
+    static const Type& op##_kernels() {                                                                     \
+        static const Type* const tables[] = {&baseline::op##_table, &avx2::op##_table, &avx512::op##_table, \
+                                             &avx512_bf16::op##_table};                                     \
+        return *tables[current_isa()];                                                                      \
     }
 #else
 #define FASTBERT_CHOOSE(Type, op)              \

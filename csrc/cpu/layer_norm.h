@@ -35,13 +35,13 @@ struct LayerNormRow {
         });
     }
 
-    // emit(offset, access, gradient of pre); `pre` is overwritten by the normalised row; dweight and dbias are added to.
+    // emit(offset, access, gradient of pre); `pre` is overwritten by the normalised row; dweight and dbias are added
+    // to.
     //   d(pre) = rstd * (g - mean(g) - normalised * mean(g * normalised)),  g = grad * weight
     template <class F>
     void backward(C* pre, Statistics s, const C* grad, C* dweight, C* dbias, F&& emit) const {
-        C mean_g = reduce<C>(n, [&](int64_t i, auto m) {
-            return m.template load<C>(grad + i) * m.template load<C>(weight + i);
-        });
+        C mean_g = reduce<C>(
+            n, [&](int64_t i, auto m) { return m.template load<C>(grad + i) * m.template load<C>(weight + i); });
         C mean_gn = reduce<C>(n, [&](int64_t i, auto m) {
             const auto normalised = (load<C>(pre + i) - s.mean) * s.rstd;
             const auto d = m.template load<C>(grad + i);

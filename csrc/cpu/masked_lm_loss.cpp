@@ -89,8 +89,8 @@ std::tuple<Tensor, Tensor> masked_lm_loss_rows_(Tensor logits, const std::option
     const int64_t rows = logits.size(0), vocabulary = logits.size(1);
     const auto* label = static_cast<const int64_t*>(labels.const_data_ptr());
     for (int64_t i = 0; i < rows; ++i)
-        STD_TORCH_CHECK(label[i] >= 0 && label[i] < vocabulary, "fastbert: a label is outside the vocabulary: ",
-                        label[i]);
+        STD_TORCH_CHECK(label[i] >= 0 && label[i] < vocabulary,
+                        "fastbert: a label is outside the vocabulary: ", label[i]);
     const Rows view{logits.mutable_data_ptr(), dtype_of(logits), vocabulary};
     const bool wide = view.dtype == DType::f64;
     const Accumulated b(bias, view.dtype, vocabulary);

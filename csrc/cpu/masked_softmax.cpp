@@ -158,8 +158,7 @@ struct MaskedSoftmax {
                 m.template store<C>(out + i, load<C>(s + i) * inverse * load<C>(multipliers + i));
             });
         } else {
-            for_vectors<C>(r.keys,
-                           [&](int64_t i, auto m) { m.template store<C>(out + i, load<C>(s + i) * inverse); });
+            for_vectors<C>(r.keys, [&](int64_t i, auto m) { m.template store<C>(out + i, load<C>(s + i) * inverse); });
         }
         finish(a.out, row, r.keys, out);
     }
