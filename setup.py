@@ -130,7 +130,7 @@ def ninja_file(compiler: str, python_module: Path, cpu_library: Path, cuda_libra
             lines.extend([f"build {objects[-1]}: compile_cuda {ROOT}/csrc/cuda/{op}.cu", f"  flags = {kernel_flags}"])
         lines.append(f"build {cuda_library}: link_cuda {' '.join(objects)} | libtorch_cuda.so")
         link = f"-L{torch_root / 'lib'} -ltorch_cpu -lc10"
-        lines.append(f"  flags = -Xlinker --no-as-needed,--exclude-libs,ALL libtorch_cuda.so {link}")
+        lines.append(f"  flags = -Xlinker --no-as-needed,libtorch_cuda.so,--exclude-libs,ALL {link}")
 
     facts = f'-DFASTBERT_COMPILER=\\"{Path(compiler).name}\\" -DFASTBERT_SANITIZED={int(bool(sanitize))}'
     includes = f"-isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}"

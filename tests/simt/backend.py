@@ -25,4 +25,5 @@ def join():
         module = importlib.import_module(f"fastbert.ops.{op}")
         if any(backend.name == "cuda" for backend in module.BACKENDS):
             register = getattr(module, "native", module.OPERATOR.register)
-            module.BACKENDS += (Backend(NAME, register("cuda_simt"), _why_not),)
+            why_not = getattr(module, "cuda_unsupported", _why_not)
+            module.BACKENDS += (Backend(NAME, register("cuda_simt"), why_not),)

@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 CACHE = ROOT / "build" / "simt"
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 
-FLAGS = f"-std=c++17 -O1 -g -fPIC -fvisibility=hidden -ffp-contract=off -DFASTBERT_SIMT -DUSE_CUDA -I{ROOT / 'csrc'}"
+FLAGS = f"-std=c++17 -O1 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -DFASTBERT_SIMT -DUSE_CUDA -I{ROOT / 'csrc'}"
 WARNINGS = "-Wall -Wextra -Wno-unknown-pragmas -Wno-unused-parameter -Wno-unused-function"
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
 

@@ -33,6 +33,8 @@
 #define __shared__ static_assert(false, "use FASTBERT_SHARED of csrc/cuda/launch.cuh");
 #undef __launch_bounds__
 #define __launch_bounds__(...)
+#undef __forceinline__  // it would cost minutes of compiling, and gain nothing here
+#define __forceinline__ inline
 
 namespace simt {
 
@@ -245,5 +247,8 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, SIMT_W
             }
     });
 }
+
+inline float exp2(float x) { return std::exp2(x); }
+inline unsigned opaque(unsigned x) { return x; }
 
 }  // namespace fastbert::cuda::ptx
