@@ -1,0 +1,70 @@
+"""Where the time of a pretraining step goes, by class of op, beside the matrix products alone.
+
+    python bench/profile_step.py --preset bert-base --layers 4 --dtype fp32
+
+Self times of torch's profiler over a few steps on real text, as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+
+import torch
+from pretrain_throughput import Fastbert, Floor
+from torch.profiler import ProfilerActivity, profile
+
+from fastbert.training.presets import PRESETS
+from fastbert.training.pretrain import DTYPES
+
+# The first class whose word occurs in an op's name.
+CLASSES = {
+    "matrix products": ("::mm", "addmm", "::bmm", "linear", "mkldnn"),
+    "attention": ("attention",),
+    "add_dropout_layer_norm": ("add_dropout_layer_norm",),
+    "embedding_layer_norm": ("embedding",),
+    "gelu": ("gelu", "threshold", "clamp_min"),
+    "loss, between its products": ("masked_lm_loss", "log_softmax", "nll_loss"),
+    "optimizer": ("adam", "Optimizer"),
+    "casts and copies": ("copy_", "::cat", "_to_copy", "contiguous"),
+}
+
+
+def class_of(name: str) -> str:
+    return next((c for c, words in CLASSES.items() if any(w.lower() in name.lower() for w in words)), "the rest")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", default="builtin")
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--preset", default="bert-base", choices=PRESETS)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--max-len", type=int, default=128)
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES)
+    parser.add_argument("--steps", type=int, default=3)
+    args = parser.parse_args()
+    args.pad_to_max_len = False
+    ours, floor = Fastbert(args, "fastbert").steps(), Floor(args, "floor").steps()
+    for _ in range(2):
+        next(ours)
+        next(floor)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(args.steps):
+            next(ours)
+    products = sum(next(floor)[0] for _ in range(args.steps)) / args.steps * 1e3
+    times = defaultdict(float)
+    for event in profiled.key_averages():
+        times[class_of(event.key)] += event.self_cpu_time_total / 1e3 / args.steps
+    total = sum(times.values())
+    print(f"{args.preset}, {args.dtype}, batch {args.batch_size} x {args.max_len}, {torch.get_num_threads()} threads\n")
+    print("| class | ms a step | share |\n|---|---|---|")
+    for name, milliseconds in sorted(times.items(), key=lambda item: -item[1]):
+        print(f"| {name} | {milliseconds:.1f} | {milliseconds / total:.1%} |")
+    print(f"| all | {total:.1f} | 100% |")
+    print(f"\nThe products alone through torch.mm: {products:.1f} ms.")
+
+
+if __name__ == "__main__":
+    main()
