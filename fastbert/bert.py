@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from . import ops
 from .ops.checks import accumulation_dtype
 from .ops.dropout import threshold
+from .ops.linear import linear
 from .ops.packing import Packing, pad, take
 
 if TYPE_CHECKING:
@@ -332,7 +333,7 @@ class BertSelfAttention(nn.Module):
         config = self.config
         weight = torch.cat([self.query.weight, self.key.weight, self.value.weight])
         bias = torch.cat([self.query.bias, self.key.bias, self.value.bias])
-        projected = F.linear(hidden_states, weight, bias)
+        projected = linear(hidden_states, weight, bias)
         projected = projected.unflatten(-1, (3, config.num_attention_heads, config.head_size))
         query, key, value = projected.unbind(-3)
         settings: dict[str, Any] = {}
@@ -361,9 +362,9 @@ class BertOutput(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rows: Tensor | None, seed: Tensor | None) -> Tensor:
         if not self.add_norm:
-            return self.dense(x)
+            return linear(x, self.dense.weight, self.dense.bias)
         return ops.add_dropout_layer_norm(
-            F.linear(x, self.dense.weight),
+            linear(x, self.dense.weight),
             residual,
             self.LayerNorm.weight,
             self.LayerNorm.bias,
@@ -394,8 +395,8 @@ class DenseActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.activation == "relu":
-            return F.relu(self.dense(x))
-        return ops.gelu(F.linear(x, self.dense.weight), self.dense.bias, approximate=self.activation)
+            return F.relu(linear(x, self.dense.weight, self.dense.bias))
+        return ops.gelu(linear(x, self.dense.weight), self.dense.bias, approximate=self.activation)
 
 
 class BertLayer(nn.Module):
@@ -469,7 +470,7 @@ class BertPooler(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.dense(x))
+        return torch.tanh(linear(x, self.dense.weight, self.dense.bias))
 
 
 class BertPredictionTransform(DenseActivation):
@@ -491,7 +492,7 @@ class BertPredictionHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.transform(x), self.decoder.weight, self.bias)
+        return linear(self.transform(x), self.decoder.weight, self.bias)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # Hugging Face's state_dict() holds the bias twice.
