@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=128)
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--pad-to-max-len", action="store_true", help="pad to --max-len, not the batch's longest")
     parser.add_argument("--rows", nargs="+", default=None, choices=ROWS, metavar="ROW", help=", ".join(ROWS))
