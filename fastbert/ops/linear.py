@@ -19,12 +19,12 @@ LEAST_SIZE, LEAST_SIDE = 1 << 20, 8
 
 
 def _fast() -> bool:
-    """Whether the kernels beat torch's products here: they need AVX-512."""
+    """Whether the kernels beat torch's products here: with AVX2 by a little, with AVX-512 by far."""
     if cpu.unavailable() is not None:
         return False
     from .. import _build
 
-    return _build.instruction_set().startswith("avx512")
+    return _build.instruction_set() != "baseline"
 
 
 FAST = _fast()
