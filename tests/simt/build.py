@@ -51,21 +51,18 @@ def sanitized() -> bool:
     return "libasan" in os.environ.get("LD_PRELOAD", "")
 
 
-def _digest(paths, text: str) -> str:
-    digest = hashlib.sha256(text.encode())
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _compile(source: Path, flags: str) -> Path:
-    headers = [p for d in ("csrc/common", "csrc/cuda", "csrc/cpu") for p in sorted((ROOT / d).glob("*.*h"))]
-    compiled = CACHE / f"{source.stem}-{_digest([source, HERE / 'simt.h', *headers], flags)}.o"
+    command = f"g++ -x c++ {flags} -include {HERE / 'simt.h'} -isystem {CUDA / 'include'} {source}".split()
+    text = subprocess.run([*command, "-E"], check=True, capture_output=True).stdout
+    compiled = CACHE / f"{source.stem}-{_digest(text, flags.encode())}.o"
     if not compiled.exists():
         # Another process may be making the same: each under its own name.
         partial = compiled.with_suffix(f".{os.getpid()}.o")
-        command = f"g++ -x c++ {flags} -include {HERE / 'simt.h'} -isystem {CUDA / 'include'} -c {source} -o {partial}"
-        subprocess.run(command.split(), check=True)
+        subprocess.run([*command, "-c", "-o", partial], check=True)
         partial.rename(compiled)
     return compiled
 
@@ -83,7 +80,8 @@ def build(sources: list[Path], sanitize: bool, executable: bool = False) -> Path
     CACHE.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda source: _compile(source, flags), [*sources, HERE / "simt.cpp"]))
-    target = CACHE / f"{sources[0].stem}-{_digest(objects, link)}{'' if executable else '.so'}"
+    digest = _digest(*(compiled.name.encode() for compiled in objects), link.encode())
+    target = CACHE / f"{sources[0].stem}-{digest}{'' if executable else '.so'}"
     if not target.exists():
         partial = target.with_suffix(f".{os.getpid()}")
         subprocess.run(["g++", *map(str, objects), *link.split(), "-o", str(partial)], check=True)
