@@ -7,9 +7,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
-NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h) setup.py
+OPS := attention masked_softmax add_dropout_layer_norm gelu embedding_layer_norm masked_lm_loss linear
+NATIVE := $(wildcard csrc/*/*) setup.py
 
-.PHONY: all pretrain test bench lint format clean
+.PHONY: all pretrain test test-triton test-sanitized bench lint format clean
 
 all: $(VENV)/built
 
@@ -18,7 +19,7 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "$(TORCH)" numpy
 	$(BIN)/pip install -q "setuptools>=77" wheel pybind11 ninja
-	$(BIN)/pip install -q pytest pytest-benchmark ruff clang-format transformers
+	$(BIN)/pip install -q pytest pytest-benchmark ruff clang-format transformers "triton>=3.6"
 	touch $@
 
 # The package is installed in place; a changed kernel is rebuilt, and nothing but what changed.
@@ -33,18 +34,31 @@ pretrain: $(VENV)/built
 test: $(VENV)/built
 	$(BIN)/pytest
 
+# The Triton kernels, run by Triton's interpreter.
+test-triton: $(VENV)/built
+	TRITON_INTERPRET=1 $(BIN)/pytest -k triton
+
+# The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of their own.
+SANITIZED := build/sanitized
+test-sanitized: $(VENV)/built
+	FASTBERT_SANITIZE=1 FASTBERT_CUDA_ARCHS=none $(BIN)/python setup.py -q build --build-base $(SANITIZED)
+	export LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$(echo $(CURDIR)/$(SANITIZED)/lib*); \
+	(cd build && $(CURDIR)/$(BIN)/python -c "from fastbert import _build; assert _build.sanitized") && $(BIN)/pytest $(addprefix tests/test_,$(addsuffix .py,$(OPS))) \
+	-k "not eager and not compile and not opcheck"
+
 bench: $(VENV)/built
 	$(BIN)/fastbert bench
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*')
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*')
 
 clean:
 	rm -rf build $(VENV) fastbert/*.so fastbert/_build.json

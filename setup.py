@@ -113,7 +113,8 @@ def ninja_file(compiler: str, python_module: Path, cpu_library: Path, cuda_libra
     torch_flags = f"-O2 {STABLE_ABI} -isystem {torch_root / 'include'}"
     for op in CPU_OPS:
         for isa, flags in INSTRUCTION_SETS.items():
-            kernel_flags = f"-O3 -ffp-contract=fast -fno-math-errno -fno-trapping-math {flags}"
+            optimize = "-O1" if sanitize else "-O3"
+            kernel_flags = f"{optimize} -ffp-contract=fast -fno-math-errno -fno-trapping-math {flags}"
             objects.append(compile_object(f"csrc/cpu/{op}.cpp", f"{op}.{isa}", f"{kernel_flags} -DFASTBERT_ISA={isa}"))
         objects.append(compile_object(f"csrc/cpu/{op}.cpp", f"{op}.adapter", torch_flags))
     link_torch = f"-L{torch_root / 'lib'} -Wl,--no-as-needed -ltorch_cpu -lc10 {sanitize}"
