@@ -29,7 +29,7 @@ $(VENV)/built: $(VENV)/installed $(NATIVE)
 
 # The main job: a small BERT pretrained on English text that comes with Python, offline.
 pretrain: $(VENV)/built
-	$(BIN)/fastbert pretrain --corpus builtin --preset notebook --steps 100 --out runs/pretrain
+	$(BIN)/fastbert pretrain --corpus builtin --preset notebook --steps 100
 
 test: $(VENV)/built
 	$(BIN)/pytest
