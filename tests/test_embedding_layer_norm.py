@@ -1,10 +1,14 @@
+import importlib
+
 import pytest
 import torch
-from compare import DTYPES, check, results
+from compare import DTYPES, WITH_FLOAT64, check, guarded, results
+from interpreter import thinned
 
 from fastbert.ops import dropout_bits, embedding_layer_norm
+from fastbert.ops.triton import INTERPRETED
 
-VOCABULARY, TYPES, POSITIONS = 53, 2, 19
+VOCABULARY, TYPES, POSITIONS = 23, 2, 19
 IDS = ("input_ids", "token_type_ids", "position_ids")
 
 
@@ -25,18 +29,19 @@ def inputs(shape, dtype=torch.float32, columns=40):
 
 
 OPTIONS = {"eps": 1e-3, "seed": 77}
+SHAPES = [(shape, columns) for shape in [(1,), (70,), (3, 19), (2, 3, 5), (0,), (0, 7)] for columns in (1, 40)]
+SHAPES += [((2, 3, 5), columns) for columns in (7, 768, 771)] + [((1,), 771), ((0, 7), 768)]
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-@pytest.mark.parametrize("columns", [1, 7, 40, 768, 771])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1,), (70,), (3, 19), (2, 3, 5), (0,), (0, 7)], ids=str)
+@pytest.mark.parametrize(("shape", "columns"), SHAPES, ids=str)
 def test_matches_reference(backend, shape, dtype, columns, dropout_p):
     check(embedding_layer_norm, backend, inputs(shape, dtype, columns), dropout_p=dropout_p, padding_idx=0, **OPTIONS)
 
 
 def test_every_length_up_to_130(backend):
-    for n in range(1, 131):
+    for n in thinned(backend, range(1, 131)):
         check(embedding_layer_norm, backend, inputs((3,), columns=n), dropout_p=0.1, **OPTIONS)
 
 
@@ -50,7 +55,7 @@ def test_repeated_ids_and_padding(backend):
 
 
 def test_parameters_of_another_dtype(backend):
-    for dtype in DTYPES:
+    for dtype in DTYPES if backend in WITH_FLOAT64 else DTYPES[:3]:
         tensors = inputs((2, 9), dtype)
         for name in ("weight", "bias"):
             tensors[name] = tensors[name].detach().float().requires_grad_()
@@ -96,7 +101,8 @@ def test_subset_of_gradients(backend):
 
 
 def test_same_bits_twice_and_for_any_number_of_threads(backend):
-    tensors, grad = inputs((4099,)), torch.randn(4099, 40)
+    tokens = len(thinned(backend, range(4099 if backend != "triton" else 1400)))
+    tensors, grad = inputs((tokens,)), torch.randn(tokens, 40)
 
     def run():
         return results(lambda **t: embedding_layer_norm(**t, dropout_p=0.1, seed=1, backend=backend), tensors, grad)
@@ -113,6 +119,7 @@ def test_same_bits_twice_and_for_any_number_of_threads(backend):
         assert all(torch.equal(first[n], third[n]) for n in first)
 
 
+@pytest.mark.float64
 def test_gradcheck(backend):
     tensors = inputs((2, 3), torch.float64, columns=5)
     ids = {name: tensors.pop(name) for name in IDS}
@@ -146,14 +153,14 @@ def test_opcheck_and_compile(backend):
     ("change", "error", "message"),
     [
         ({"input_ids": torch.ones(2, 3)}, TypeError, "input_ids is torch.float32; an int64 tensor is accepted"),
-        ({"input_ids": torch.tensor([[53]])}, ValueError, "input_ids holds 53; its table has rows 0 to 52"),
+        ({"input_ids": torch.tensor([[23]])}, ValueError, "input_ids holds 23; its table has rows 0 to 22"),
         ({"token_type_ids": torch.tensor([-1])}, ValueError, "token_type_ids holds -1; its table has rows 0 to 1"),
         ({"position_ids": torch.arange(4)}, ValueError, r"position_ids has shape \(4,\); it must broadcast"),
         ({"word": torch.ones(53)}, ValueError, r"word has shape \(53,\)"),
         ({"position": torch.ones(19, 39)}, ValueError, r"position has shape \(19, 39\); \[ids, 40\] is accepted"),
         ({"position": torch.ones(19, 40).half()}, TypeError, "position is torch.float16; it must be torch.float32"),
         ({"weight": torch.ones(39)}, ValueError, r"weight has shape \(39,\)"),
-        ({"padding_idx": 53}, ValueError, "padding_idx is 53; word has rows 0 to 52"),
+        ({"padding_idx": 23}, ValueError, "padding_idx is 23; word has rows 0 to 22"),
         ({"rows": torch.arange(5)}, ValueError, r"rows is torch.int64 of shape \(5,\); int64 of \(6,\)"),
         ({"dropout_p": 2}, ValueError, "dropout_p is 2"),
     ],
@@ -164,12 +171,58 @@ def test_errors_name_the_argument(change, error, message):
         embedding_layer_norm(**(inputs((2, 3)) | change))
 
 
-def test_a_direct_call_with_bad_ids_raises(backend):
-    """The registered op itself must not read outside its tables."""
+def direct(backend, name="embedding_layer_norm"):
+    return getattr(getattr(torch.ops, f"fastbert_{backend}"), name).default
+
+
+def test_a_direct_call_with_bad_ids(backend):
+    """The registered op itself must not read or write outside its tables: the CPU says so, a GPU takes zeros."""
     if backend == "eager":
         pytest.skip("torch's own embedding checks its ids")
-    tensors = {name: t.detach() for name, t in inputs((4,)).items()}
-    tensors["input_ids"][2] = VOCABULARY
-    op = getattr(torch.ops, f"fastbert_{backend}").embedding_layer_norm.default
-    with pytest.raises(RuntimeError, match="an id is outside its table: 53"):
-        op(*tensors.values(), None, None, 0.0, 1e-3, -1)
+    tensors = {name: t.detach() for name, t in inputs((6,)).items()}
+    for name, wrong in zip(IDS, (VOCABULARY, -1, 1 << 40), strict=True):
+        tensors[name] = tensors[name].clone()
+        tensors[name][IDS.index(name)] = wrong
+    options = (None, None, 0.0, 1e-3, -1)
+    if backend == "cpu":
+        with pytest.raises(RuntimeError, match="an id is outside its table: 23"):
+            direct(backend)(*tensors.values(), *options)
+        return
+    # The same with a row of zeros at the end of each table, and ids that point there.
+    longer, guards = dict(tensors), []
+    for name, table in zip(IDS, ("word", "token_type", "position"), strict=True):
+        size = tensors[table].shape[0]
+        longer[table] = torch.nn.functional.pad(tensors[table], (0, 0, 0, 1))
+        longer[name] = torch.where((tensors[name] < 0) | (tensors[name] > size), size, tensors[name])
+        tensors[table], untouched = guarded(tensors[table])
+        guards.append(untouched)
+    assert torch.equal(direct(backend)(*tensors.values(), *options), direct(backend)(*longer.values(), *options))
+    grad = torch.randn(6, 40)
+    found = direct(backend, "embedding_layer_norm_backward")(grad, *tensors.values(), *options)
+    expected = direct(backend, "embedding_layer_norm_backward")(grad, *longer.values(), *options)
+    assert all(torch.equal(a, b[: a.shape[0]]) for a, b in zip(found, expected, strict=True))
+    assert all(untouched() for untouched in guards)
+
+
+@pytest.mark.parametrize("tokens", [63, 64, 65, 200])
+def test_runs_of_any_length_and_place(backend, tokens):
+    """A frequent id's tokens are summed in chunks; runs that start and end anywhere in a chunk lose nothing."""
+    for frequent in (0, 5, VOCABULARY - 1):
+        tensors = inputs((tokens,))
+        tensors["input_ids"] = torch.where(torch.rand(tokens) < 0.9, frequent, tensors["input_ids"])
+        check(embedding_layer_norm, backend, tensors, padding_idx=3, **OPTIONS)
+
+
+def test_tables_of_more_rows_than_16_bits_number(backend, monkeypatch):
+    tensors = inputs((9,), columns=2)
+    if backend == "triton" and INTERPRETED:  # a program for each row: the numbers are widened instead
+        monkeypatch.setattr(importlib.import_module("fastbert.kernels.embedding_layer_norm"), "NUMBERED_IN_16_BITS", 0)
+    else:
+        tensors |= {"word": torch.randn(33_000, 2, requires_grad=True), "input_ids": torch.arange(9) * 4_111}
+    check(embedding_layer_norm, backend, tensors, **OPTIONS)
+
+
+def test_rows_too_long_are_refused_by_name():
+    tensors = inputs((2,), columns=4097)
+    with pytest.raises(NotImplementedError, match="triton: the tables have 4097 columns; up to 4096 are supported"):
+        embedding_layer_norm(**tensors, backend="triton")

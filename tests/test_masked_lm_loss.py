@@ -28,7 +28,9 @@ def test_matches_reference(backend, shape, dtype, vocabulary, bias):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_several_slices(backend, dtype, monkeypatch):
     """More labelled rows than one slice of logits holds; the sums over slices are in float32."""
-    monkeypatch.setattr(importlib.import_module("fastbert.ops.masked_lm_loss"), "SLICE_BYTES", 1)
+    limits = importlib.import_module("fastbert.ops.masked_lm_loss").SLICE_BYTES
+    for name in limits:
+        monkeypatch.setitem(limits, name, 1)
     check(masked_lm_loss, backend, inputs((5, 90), dtype, share=0.9), grad=torch.tensor(0.7))
 
 
@@ -64,6 +66,43 @@ def test_rows_without_a_label_do_not_count(backend):
     selected = {"hidden": tensors["hidden"][on], "labels": tensors["labels"][on]}
     alone = masked_lm_loss(**(tensors | selected), backend=backend)
     assert torch.allclose(alone, found["output"])
+
+
+def test_what_a_row_without_a_label_holds_reaches_nothing(backend):
+    """NaN and infinity included; in eager, which multiplies them by zeros, they do."""
+    if backend == "eager":
+        pytest.skip("plain PyTorch gives NaN")
+    tensors = inputs()
+    found = results(lambda **t: masked_lm_loss(**t, backend=backend), tensors, torch.tensor(1.0))
+    on = tensors["labels"] != -100
+    for value in (torch.nan, torch.inf):
+        poisoned = torch.where(on[..., None], tensors["hidden"].detach(), value).requires_grad_()
+        again = results(
+            lambda **t: masked_lm_loss(**t, backend=backend), tensors | {"hidden": poisoned}, torch.tensor(1.0)
+        )
+        assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+def test_a_loss_scale_that_float16_cannot_hold(backend):
+    tensors = inputs(dtype=torch.float16)
+    found = check(masked_lm_loss, backend, tensors, grad=torch.tensor(65536.0))
+    assert all(t.isfinite().all() for t in found.values())
+
+
+def test_words_outside_the_vocabulary(backend):
+    """The registered op itself must not read or write past a row: the CPU says so, on a GPU the loss is NaN."""
+    if backend == "eager":
+        pytest.skip("torch's own cross-entropy checks its labels")
+    op = getattr(torch.ops, f"fastbert_{backend}").masked_lm_loss.default
+    tensors = {name: t.detach() for name, t in inputs((4,), share=1.0).items()}
+    for wrong in (101, -1, 1 << 32):
+        tensors["labels"][2] = wrong
+        if backend == "cpu":
+            with pytest.raises(RuntimeError, match=f"a label is outside the vocabulary: {wrong}"):
+                op(*tensors.values(), -100, [True] * 3)
+        else:
+            loss, *gradients = op(*tensors.values(), -100, [True] * 3)
+            assert loss.isnan() and all(g.isfinite().all() for g in gradients)
 
 
 def test_another_ignore_index(backend):
@@ -130,6 +169,7 @@ def test_under_autocast(backend):
         assert_close_as_eager(found[name], eager[name], exact[name].double(), name, torch.bfloat16)
 
 
+@pytest.mark.float64
 def test_gradcheck(backend):
     tensors = inputs((4,), torch.float64, columns=3, vocabulary=5, share=0.8)
     labels = tensors.pop("labels")

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu
+from . import cpu, triton
 from .add_dropout_layer_norm import row_multiplier
 from .checks import accumulation_dtype, check_device, check_floating, check_vector
 from .dropout import check_dropout_p, seed_tensor, threshold
 from .registry import Backend, Operator, select
 
 NO_PADDING = -1  # what the kernels are told where no id is padding
+TRITON_COLUMNS = 4096  # a row is held in the registers of one program
 
 
 def embedding_layer_norm(
@@ -45,8 +46,9 @@ def embedding_layer_norm(
     :class:`torch.nn.Embedding`. ``dropout_p``, ``seed``, ``rows``: as
     :func:`fastbert.ops.add_dropout_layer_norm` has them.
 
-    Raises ``TypeError`` or ``ValueError`` naming the argument, on the CPU also for an id outside its table;
-    ``NotImplementedError`` if the backend asked for cannot serve the call.
+    Raises ``TypeError`` or ``ValueError`` naming the argument, on the CPU also for an id outside its table (on a GPU,
+    where looking would synchronise, such an id reads zeros and gets no gradient); ``NotImplementedError`` if the
+    backend asked for cannot serve the call.
     """
     for name, table in (("word", word), ("token_type", token_type), ("position", position)):
         check_floating(name, table)
@@ -172,7 +174,14 @@ def _cpu_why_not(input_ids, token_type_ids, position_ids, word, *rest) -> str | 
     return cpu.why_not(word)
 
 
+def _triton_why_not(input_ids, token_type_ids, position_ids, word, token_type, position, weight, bias, *rest):
+    if word.shape[1] > TRITON_COLUMNS:
+        return f"the tables have {word.shape[1]} columns; up to {TRITON_COLUMNS} are supported"
+    return triton.why_not(word, token_type, position, weight, bias)
+
+
 BACKENDS = (
     Backend("cpu", OPERATOR.register("cpu"), _cpu_why_not, cpu.unavailable),
+    Backend("triton", triton.register(OPERATOR), _triton_why_not, triton.unavailable),
     Backend("eager", reference, lambda *args: None),
 )
