@@ -302,7 +302,8 @@ def main() -> None:
     table = run(args)
     print(markdown(args, table))
     if args.out:
-        settings = {k: str(v) for k, v in vars(args).items()}
+        settings = {k: Path(v).name if k in ("corpus", "tokenizer") and v else str(v) for k, v in vars(args).items()}
+        del settings["out"]
         machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
         args.out.write_text(json.dumps({**machine, "settings": settings, "rows": table}, indent=1) + "\n")
 
