@@ -8,7 +8,7 @@ from interpreter import thinned
 from fastbert.ops import dropout_bits, embedding_layer_norm
 from fastbert.ops.triton import INTERPRETED
 
-VOCABULARY, TYPES, POSITIONS = 23, 2, 19
+VOCABULARY, TYPES, POSITIONS = 11, 2, 19
 IDS = ("input_ids", "token_type_ids", "position_ids")
 
 
@@ -153,14 +153,14 @@ def test_opcheck_and_compile(backend):
     ("change", "error", "message"),
     [
         ({"input_ids": torch.ones(2, 3)}, TypeError, "input_ids is torch.float32; an int64 tensor is accepted"),
-        ({"input_ids": torch.tensor([[23]])}, ValueError, "input_ids holds 23; its table has rows 0 to 22"),
+        ({"input_ids": torch.tensor([[11]])}, ValueError, "input_ids holds 11; its table has rows 0 to 10"),
         ({"token_type_ids": torch.tensor([-1])}, ValueError, "token_type_ids holds -1; its table has rows 0 to 1"),
         ({"position_ids": torch.arange(4)}, ValueError, r"position_ids has shape \(4,\); it must broadcast"),
         ({"word": torch.ones(53)}, ValueError, r"word has shape \(53,\)"),
         ({"position": torch.ones(19, 39)}, ValueError, r"position has shape \(19, 39\); \[ids, 40\] is accepted"),
         ({"position": torch.ones(19, 40).half()}, TypeError, "position is torch.float16; it must be torch.float32"),
         ({"weight": torch.ones(39)}, ValueError, r"weight has shape \(39,\)"),
-        ({"padding_idx": 23}, ValueError, "padding_idx is 23; word has rows 0 to 22"),
+        ({"padding_idx": 11}, ValueError, "padding_idx is 11; word has rows 0 to 10"),
         ({"rows": torch.arange(5)}, ValueError, r"rows is torch.int64 of shape \(5,\); int64 of \(6,\)"),
         ({"dropout_p": 2}, ValueError, "dropout_p is 2"),
     ],
@@ -185,7 +185,7 @@ def test_a_direct_call_with_bad_ids(backend):
         tensors[name][IDS.index(name)] = wrong
     options = (None, None, 0.0, 1e-3, -1)
     if backend == "cpu":
-        with pytest.raises(RuntimeError, match="an id is outside its table: 23"):
+        with pytest.raises(RuntimeError, match="an id is outside its table: 11"):
             direct(backend)(*tensors.values(), *options)
         return
     # The same with a row of zeros at the end of each table, and ids that point there.
