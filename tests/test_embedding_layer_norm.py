@@ -29,8 +29,8 @@ def inputs(shape, dtype=torch.float32, columns=40):
 
 
 OPTIONS = {"eps": 1e-3, "seed": 77}
-SHAPES = [(shape, columns) for shape in [(1,), (70,), (3, 19), (2, 3, 5), (0,), (0, 7)] for columns in (1, 40)]
-SHAPES += [((2, 3, 5), columns) for columns in (7, 768, 771)] + [((1,), 771), ((0, 7), 768)]
+SHAPES = [(shape, 40) for shape in [(1,), (70,), (3, 19), (2, 3, 5), (0,), (0, 7)]]
+SHAPES += [((70,), 1), ((70,), 7), ((2, 3, 5), 768), ((2, 3, 5), 771), ((1,), 771), ((0, 7), 768)]
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
