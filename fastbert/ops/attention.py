@@ -13,11 +13,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from . import cpu
+from . import cpu, cuda, triton
 from .checks import accumulation_dtype, check_device, check_floating
 from .dropout import check_dropout_p, dropout_bits, multiplier, seed_tensor
 from .masks import on_and_bias, prepare_lengths, prepare_mask
-from .registry import Backend, Operator, select
+from .registry import Backend, Operator, constant_when_traced, select
 
 
 def attention(
@@ -301,7 +301,46 @@ def _cpu_why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return mask_needs_grad(mask) or cpu.why_not(query)
 
 
+def _triton_why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest) -> str | None:
+    if query.shape[-1] > 256:
+        return f"a head has {query.shape[-1]} elements; up to 256 are supported"
+    return mask_needs_grad(mask) or triton.why_not(query)
+
+
+def _triton():
+    call = triton.register(OPERATOR)
+    return lambda *args: call(*args)[0]
+
+
+CUDA_HEAD_SIZES = (32, 64, 128)
+
+
+def cuda_unsupported(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest) -> str | None:
+    """What the CUDA kernels do not take, on whatever device, or None."""
+    if query.shape[-1] not in CUDA_HEAD_SIZES:
+        return f"a head has {query.shape[-1]} elements; {', '.join(map(str, CUDA_HEAD_SIZES))} are supported"
+    return mask_needs_grad(mask) or cuda.unsupported(query)
+
+
+def _cuda_why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest) -> str | None:
+    return cuda_unsupported(query, key, value, mask) or cuda.why_not(query) or _before_sm_80(query)
+
+
+def _before_sm_80(query: Tensor) -> str | None:
+    """Older tensor cores multiply no bfloat16, and older multiprocessors have 64 KiB of shared memory."""
+    if (query.dtype == torch.bfloat16 or query.shape[-1] == 128) and _compute_capability(query.get_device()) < (8, 0):
+        return f"{query.dtype} heads of {query.shape[-1]} elements need compute capability 8.0"
+    return None
+
+
+@constant_when_traced
+def _compute_capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 BACKENDS = (
     Backend("cpu", native("cpu"), _cpu_why_not, cpu.unavailable),
+    Backend("triton", _triton(), _triton_why_not, triton.unavailable),
+    Backend("cuda", native("cuda"), _cuda_why_not, cuda.unavailable),
     Backend("eager", reference, lambda *args: None),
 )
