@@ -3,7 +3,8 @@
 // A tile of up to kTileRows x kTileVectors vectors of c stays in registers while k runs. Each step loads a row of
 // b, which is packed so that this is one contiguous read, and broadcasts single elements of a, which may have any
 // two strides: a transposed operand costs no copy. Every element of c is one chain of multiply-adds in the order
-// of k, so its bits do not depend on how rows and columns are cut into tiles.
+// of k, so its bits do not depend on how rows and columns are cut into tiles. In bfloat16 (AVX512_BF16) a step is two
+// of k: an element of a is a pair in 32 bits, b has pairs of rows interleaved, and an instruction adds two products.
 #pragma once
 #include <utility>
 
@@ -20,23 +21,48 @@ constexpr int kPanel = kTileVectors * kLanes<C>;  // columns of a packed panel
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-template <class C, int kRows, int kVectors>
-void tile(int64_t k, const C* a, int64_t a_row, int64_t a_col, const C* b, C* c, int64_t c_row, bool add) {
+// What a step does: Word, an element of a and b; Sum, of c.
+template <class C>
+struct Fma {
+    using Word = C;
+    using Sum = C;
+    static Vec<C> splat_word(const C* p) { return splat(*p); }
+    static Vec<C> row(const C* p) { return load<C>(p); }
+    static void add_product(Vec<C>& sum, Vec<C> a, Vec<C> b) { sum += a * b; }
+};
+#if defined(__AVX512BF16__)
+struct PairsBF16 {
+    using Word = uint32_t;  // in memory possibly two BF16, on any even address
+    using Sum = float;
+    static VU splat_word(const void* p) {
+        uint32_t word;
+        __builtin_memcpy(&word, p, 4);
+        return (VU)_mm512_set1_epi32(static_cast<int>(word));
+    }
+    static VU row(const uint32_t* p) { return load_raw<VU>(p); }
+    static void add_product(VF& sum, VU a, VU b) { sum = (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+};
+#endif
+
+template <class Step, int kRows, int kVectors>
+void tile(int64_t k, const typename Step::Word* a, int64_t a_row, int64_t a_col, const typename Step::Word* b,
+          typename Step::Sum* c, int64_t c_row, bool add) {
+    using C = typename Step::Sum;
     Vec<C> sums[kRows][kVectors];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j) sums[i][j] = Vec<C>{};
-    const C* p = a;
+    const auto* p = a;
     for (int64_t step = 0; step < k; ++step, p += a_col, b += kPanel<C>) {
-        Vec<C> row[kVectors];
+        decltype(Step::row(b)) row[kVectors];
 #pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) row[j] = load<C>(b + j * kLanes<C>);
+        for (int j = 0; j < kVectors; ++j) row[j] = Step::row(b + j * kLanes<C>);
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i) {
-            const Vec<C> element = splat(p[i * a_row]);
+            const auto element = Step::splat_word(p + i * a_row);
 #pragma GCC unroll 4
-            for (int j = 0; j < kVectors; ++j) sums[i][j] += element * row[j];
+            for (int j = 0; j < kVectors; ++j) Step::add_product(sums[i][j], element, row[j]);
         }
     }
 #pragma GCC unroll 8
@@ -48,22 +74,37 @@ void tile(int64_t k, const C* a, int64_t a_row, int64_t a_col, const C* b, C* c,
         }
 }
 
-template <class C, int kVectors>
-inline void tile_rows(int64_t rows, int64_t k, const C* a, int64_t a_row, int64_t a_col, const C* b, C* c,
-                      int64_t c_row, bool add) {
+template <class Step, int kVectors>
+inline void tile_rows(int64_t rows, int64_t k, const typename Step::Word* a, int64_t a_row, int64_t a_col,
+                      const typename Step::Word* b, typename Step::Sum* c, int64_t c_row, bool add) {
     switch (rows) {
         case 1:
-            return tile<C, 1, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
+            return tile<Step, 1, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
         case 2:
-            return tile<C, 2, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
+            return tile<Step, 2, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
         case 3:
-            return tile<C, 3, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
+            return tile<Step, 3, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
         case 4:
-            return tile<C, 4, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
+            return tile<Step, 4, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
         case 5:
-            return tile<C, 5, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
+            return tile<Step, 5, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
         default:
-            return tile<C, 6, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
+            return tile<Step, 6, kVectors>(k, a, a_row, a_col, b, c, c_row, add);
+    }
+}
+// The same for 1 to kTileVectors vectors of columns.
+template <class Step>
+inline void tile_of(int64_t rows, int64_t vectors, int64_t k, const typename Step::Word* a, int64_t a_row,
+                    int64_t a_col, const typename Step::Word* b, typename Step::Sum* c, int64_t c_row, bool add) {
+    switch (vectors) {
+        case 1:
+            return tile_rows<Step, 1>(rows, k, a, a_row, a_col, b, c, c_row, add);
+        case 2:
+            return tile_rows<Step, 2>(rows, k, a, a_row, a_col, b, c, c_row, add);
+        case 3:
+            return tile_rows<Step, kTileVectors - 1>(rows, k, a, a_row, a_col, b, c, c_row, add);
+        default:
+            return tile_rows<Step, kTileVectors>(rows, k, a, a_row, a_col, b, c, c_row, add);
     }
 }
 
@@ -86,19 +127,7 @@ void gemm(int64_t rows, int64_t columns, int64_t k, const C* a, int64_t a_row, i
                 const int64_t take = left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
                 const C* from = a + i * a_row + k0 * a_col;
                 C* to = c + i * c_row + j;
-                switch (vectors) {
-                    case 1:
-                        tile_rows<C, 1>(take, depth, from, a_row, a_col, panel, to, c_row, add);
-                        break;
-                    case 2:
-                        tile_rows<C, 2>(take, depth, from, a_row, a_col, panel, to, c_row, add);
-                        break;
-                    case 3:
-                        tile_rows<C, kTileVectors - 1>(take, depth, from, a_row, a_col, panel, to, c_row, add);
-                        break;
-                    default:
-                        tile_rows<C, kTileVectors>(take, depth, from, a_row, a_col, panel, to, c_row, add);
-                }
+                tile_of<Fma<C>>(take, vectors, depth, from, a_row, a_col, panel, to, c_row, add);
                 i += take;
             }
         }

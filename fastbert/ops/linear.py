@@ -1,4 +1,4 @@
-"""Linear layers, ``x @ weight^T + bias``: torch's, but for float32 on the CPU, where torch's products are slow.
+"""Linear layers, ``x @ weight^T + bias``: torch's, but on a CPU whose float32 or bfloat16 products are faster here.
 
 Not an op with backends of its own: a linear layer belongs to torch wherever torch is fast, whatever backend the ops are
 asked for. ``eager`` asked for is torch throughout.
@@ -18,52 +18,74 @@ from .registry import _requested
 LEAST_SIZE, LEAST_SIDE = 1 << 20, 8
 
 
-def _fast() -> bool:
-    """Whether the kernels beat torch's products here: with AVX2 by a little, with AVX-512 by far."""
+def _fast() -> frozenset[torch.dtype]:
+    """What the kernels multiply faster than torch here: float32 with AVX2 by a little, with AVX-512 by far; bfloat16
+    with its own instructions."""
     if cpu.unavailable() is not None:
-        return False
+        return frozenset()
     from .. import _build
 
-    return _build.instruction_set() != "baseline"
+    found = {"baseline": (), "avx512_bf16": (torch.float32, torch.bfloat16)}
+    return frozenset(found.get(_build.instruction_set(), (torch.float32,)))
 
 
 FAST = _fast()
 
-torch.library.define("fastbert_cpu::product", "(Tensor a, Tensor b, Tensor? bias) -> Tensor")
+# Of float32 and bfloat16 matrices; where one of them or the result is bfloat16, in bfloat16 with sums in float32.
+torch.library.define("fastbert_cpu::product", "(Tensor a, Tensor b, Tensor? bias, bool bfloat16) -> Tensor")
 torch.library.define("fastbert_cpu::product_", "(Tensor(c!) c, Tensor a, Tensor b, bool add) -> ()")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``: x ``[..., K]``, weight ``[N, K]``, bias ``[N]`` or None; differentiable once
-    where the kernels serve it."""
-    if _served(x, weight, bias) and x.shape[-1] == weight.shape[-1]:
-        return _Linear.apply(x, weight, bias)
+    where the kernels serve it. Under autocast to bfloat16 they take float32 weights as they are, and give their
+    gradients unrounded."""
+    dtype = _dtype(x, weight, bias)
+    if _served(dtype, x, weight) and x.shape[-1] == weight.shape[-1]:
+        return _Linear.apply(x, weight, bias, dtype == torch.bfloat16)
     return F.linear(x, weight, bias)
 
 
 def mm_(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:
-    """``out (+)= a @ b``, without a derivative."""
-    if _served(a, b.t(), None):
+    """``out (+)= a @ b``, without a derivative. A float32 ``out`` of 16-bit matrices is what they give in 16 bits, or
+    better."""
+    mixed = {t.dtype for t in (out, a, b)}
+    dtype = torch.bfloat16 if mixed == {torch.float32, torch.bfloat16} else out.dtype
+    if (len(mixed) == 1 or dtype in FAST) and _served(dtype, a, b.t()):
         torch.ops.fastbert_cpu.product_(out, a, b, add)
+    elif len(mixed) > 1:
+        product = a @ b
+        out.add_(product) if add else out.copy_(product)
     elif add:
         out.addmm_(a, b)
     else:
         torch.mm(a, b, out=out)
 
 
-def _served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels are to make ``x @ weight^T``."""
-    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
+def keeps_weight(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products in ``dtype`` take ``weight`` as it is, float32, so that nobody need convert it."""
+    return weight.dtype == torch.float32 and dtype == torch.bfloat16 and _served(dtype, weight, weight)
+
+
+def _dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """Of the products and the result; None if the arguments disagree."""
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu") if dtypes <= {torch.float32, torch.bfloat16} else None
+    return x.dtype if len(dtypes) == 1 else None
+
+
+def _served(dtype: torch.dtype | None, x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels are to make ``x @ weight^T`` in ``dtype``."""
+    if dtype not in FAST or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return (
-        FAST
-        and weight.dim() == 2
+        weight.dim() == 2
         and x.numel() * weight.shape[0] >= LEAST_SIZE
         and x.numel() >= LEAST_SIDE * x.shape[-1]
         and weight.shape[0] >= LEAST_SIDE
         and _requested() in (None, "cpu")
-        and not torch.is_autocast_enabled("cpu")
-        and all(t is None or (t.dtype == x.dtype and t.device == x.device) for t in (weight, bias))
+        and weight.device == x.device
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
     )
@@ -78,10 +100,11 @@ def _rows(t: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, weight, bias, bfloat16):
         ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         with _AutoDispatchBelowAutograd():
-            y = torch.ops.fastbert_cpu.product(_rows(x), weight.t(), bias)
+            y = torch.ops.fastbert_cpu.product(_rows(x), weight.t(), bias, bfloat16)
             return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -92,9 +115,9 @@ class _Linear(torch.autograd.Function):
         dy = _rows(grad)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = product(dy, weight, None).view(x.shape)
+            dx = product(dy, weight, None, x.dtype == torch.bfloat16).view(x.shape)
         if ctx.needs_input_grad[1]:
-            dweight = product(dy.t(), _rows(x), None)
+            dweight = product(dy.t(), _rows(x), None, weight.dtype == torch.bfloat16)
         if ctx.needs_input_grad[2]:
-            dbias = dy.sum(0)
-        return dx, dweight, dbias
+            dbias = dy.sum(0, dtype=ctx.bias_dtype)
+        return dx, dweight, dbias, None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import cpu, triton
 from .checks import accumulation_dtype, check_device, check_floating
-from .linear import mm_
+from .linear import keeps_weight, mm_
 from .registry import Backend, Operator, select
 
 # Logits alive at once. On a CPU a slice that the outer caches hold between the products on either side of it. On a GPU
@@ -53,12 +53,14 @@ def masked_lm_loss(
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden = hidden.to(dtype)
+        if backend not in (None, "cpu") or not keeps_weight(weight, dtype):
+            weight = weight.to(dtype)
     if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; hidden {tuple(hidden.shape)} needs [vocab, hidden.shape[-1]]"
         )
-    if weight.dtype != hidden.dtype:
+    if weight.dtype != hidden.dtype and not keeps_weight(weight, hidden.dtype):
         raise TypeError(f"weight is {weight.dtype}; it must be {hidden.dtype}, the dtype of hidden")
     check_device("weight", weight, hidden)
     if bias is not None:
@@ -186,19 +188,10 @@ def sweep(
         if wanted[0]:
             mm_(dhidden[begin:end], logits, weight)
         if wanted[1]:
-            _accumulate(total, logits.t(), h, first=begin == 0)
+            mm_(total, logits.t(), h, add=begin > 0)
         if wanted[2]:
             dbias = sums if begin == 0 else dbias.add_(sums)
     return dhidden, dweight if total is dweight else dweight.copy_(total), dbias
-
-
-def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``total (+)= a @ b``, the product in the dtype of ``a``."""
-    if total.dtype != a.dtype:
-        product = a @ b
-        total.copy_(product) if first else total.add_(product)
-    else:
-        mm_(total, a, b, add=not first)
 
 
 def _cpu_forward(hidden, weight, bias, labels, ignore_index, wanted):
