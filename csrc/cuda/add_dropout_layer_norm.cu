@@ -22,6 +22,7 @@ struct AddDropoutLayerNormArgs {
     float eps;
     int64_t rows;
     int columns;
+    float inverse_columns;  // 1 / columns
     // Backward only. dx.data is null where dx would equal dresidual. partial: [parts, 3, columns], the sums of the
     // gradients of weight, bias and x_bias over each block's rows; sums: [columns] each, over all.
     Rows dx, dresidual;
@@ -117,19 +118,21 @@ struct Row {
 #pragma unroll
             for (int k = 0; k < V; ++k) total += pre[chunk][k];
         });
-        const float mean = group.sum(total) / static_cast<float>(a.columns);
+        const float mean = group.sum(total) * a.inverse_columns;
         float squares = 0;
         for_each([&](int chunk, int column) {
             at(column);
 #pragma unroll
             for (int k = 0; k < V; ++k) squares += (pre[chunk][k] - mean) * (pre[chunk][k] - mean);
         });
-        return {mean, 1.0f / sqrtf(group.sum(squares) / static_cast<float>(a.columns) + a.eps)};
+        return {mean, rsqrtf(group.sum(squares) * a.inverse_columns + a.eps)};
     }
 };
 
 template <class X, class R, int kThreads, int kChunks>
-__global__ void __launch_bounds__(Group<kThreads>::kBlock, 1) forward_kernel(AddDropoutLayerNormArgs a) {
+__global__ void __launch_bounds__(Group<kThreads>::kBlock,
+                                  resident_blocks(Group<kThreads>::kBlock, kChunks* kVector<X>))
+    forward_kernel(AddDropoutLayerNormArgs a) {
     constexpr int V = kVector<X>;
     FASTBERT_SHARED(buffer, float2[2 * Group<kThreads>::kWarps]);
     Group<kThreads> group{buffer};
@@ -196,7 +199,7 @@ __global__ void __launch_bounds__(Group<kThreads>::kBlock, 1) backward_kernel(Ad
             }
         });
         sums = group.sum(sums);
-        const float mean_g = sums.x / static_cast<float>(a.columns), mean_gn = sums.y / static_cast<float>(a.columns);
+        const float mean_g = sums.x * a.inverse_columns, mean_gn = sums.y * a.inverse_columns;
         row.for_each([&](int chunk, int column) {
             row.at(column);
             if constexpr (!kHoldGrad) load_grad(chunk, column);
@@ -358,6 +361,7 @@ struct Call {
         args.eps = static_cast<float>(eps);
         args.rows = x.count;
         args.columns = int_columns(x.columns);
+        args.inverse_columns = 1.0f / static_cast<float>(x.columns);
     }
 };
 

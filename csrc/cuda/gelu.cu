@@ -55,7 +55,7 @@ constexpr float kSqrt2OverPi = 0.79788456080286535588f, kCubic = 0.044715f;
 
 // tanh form: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
 __device__ __forceinline__ float sigmoid(float x) {
-    return 1.0f / (1.0f + __expf(x * (-2.0f * kSqrt2OverPi) * (1.0f + kCubic * x * x)));
+    return __fdividef(1.0f, 1.0f + __expf(x * (-2.0f * kSqrt2OverPi) * (1.0f + kCubic * x * x)));
 }
 
 template <bool kTanh>

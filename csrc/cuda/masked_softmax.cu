@@ -203,7 +203,9 @@ struct Row {
 };
 
 template <class T, int kThreads, int kChunks>
-__global__ void __launch_bounds__(Group<kThreads>::kBlock, 1) forward_kernel(MaskedSoftmaxArgs a) {
+__global__ void __launch_bounds__(Group<kThreads>::kBlock,
+                                  resident_blocks(Group<kThreads>::kBlock, kChunks* kVector<T>))
+    forward_kernel(MaskedSoftmaxArgs a) {
     constexpr int V = kVector<T>;
     FASTBERT_SHARED(buffer, float2[2 * Group<kThreads>::kWarps]);
     Group<kThreads> group{buffer};
@@ -226,7 +228,9 @@ __global__ void __launch_bounds__(Group<kThreads>::kBlock, 1) forward_kernel(Mas
 
 // ds = scale * p * (d - sum(p * d)), d the gradient of the probabilities
 template <class T, int kThreads, int kChunks>
-__global__ void __launch_bounds__(Group<kThreads>::kBlock, 1) backward_kernel(MaskedSoftmaxArgs a) {
+__global__ void __launch_bounds__(Group<kThreads>::kBlock,
+                                  resident_blocks(Group<kThreads>::kBlock, kChunks* kVector<T>))
+    backward_kernel(MaskedSoftmaxArgs a) {
     constexpr int V = kVector<T>;
     FASTBERT_SHARED(buffer, float2[2 * Group<kThreads>::kWarps]);
     Group<kThreads> group{buffer};

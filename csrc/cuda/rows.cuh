@@ -258,6 +258,14 @@ struct Group {
     }
 };
 
+// Blocks that should fit a multiprocessor together, for __launch_bounds__: what holds a row of so many elements a
+// thread without spilling. Left to itself the compiler takes up to twice the registers, and half the loads are in
+// flight.
+constexpr int resident_blocks(int block, int elements) {
+    if (block == kBlockRow) return elements > 16 ? 1 : elements > 8 ? 2 : 4;
+    return elements > 24 ? 3 : elements > 16 ? 4 : elements > 8 ? 5 : 8;
+}
+
 // The second stage of column sums: total[v] [columns] of partial [parts, vectors, columns] for each vector v, added in
 // the order of parts, in eight interleaved sums a column.
 constexpr int kSumGroups = 8;
