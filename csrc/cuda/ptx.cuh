@@ -38,12 +38,10 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, bool 
                      "n"(kBytes), "r"(bytes)
                      : "memory");
 #else
-    uint32_t word[kBytes / 4] = {};
-    if (valid)
-#pragma unroll
-        for (int i = 0; i < kBytes / 4; ++i) word[i] = static_cast<const uint32_t*>(global)[i];
-#pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) static_cast<uint32_t*>(shared)[i] = word[i];
+    using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t> >;
+    Word word{};
+    if (valid) word = *static_cast<const Word*>(global);
+    *static_cast<Word*>(shared) = word;
 #endif
 }
 
@@ -130,6 +128,19 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
         __trap();  // bfloat16 products need sm_80; the op's why_not says so before a launch
     }
 #endif
+}
+
+// 2^x to 2 units in the last place; 0 where that is subnormal.
+__device__ __forceinline__ float exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// x, of which the compiler knows nothing: what follows from it is computed where it is used, not kept in registers.
+__device__ __forceinline__ unsigned opaque(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 }  // namespace fastbert::cuda::ptx

@@ -227,7 +227,7 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, SIMT_W
         auto half_of = [](uint32_t word, int high) {
             T value;
             const auto bits = static_cast<uint16_t>(word >> 16 * high);
-            std::memcpy(&value, &bits, 2);
+            std::memcpy(static_cast<void*>(&value), &bits, 2);
             return static_cast<float>(value);
         };
         float a[16][16], b[16][8];
