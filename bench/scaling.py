@@ -42,7 +42,8 @@ def make_batch(batch: int, seqlen: int, share: float) -> Batch:
     ids = torch.randint(5, VOCABULARY, (batch, seqlen)) * on
     labels = torch.where((torch.rand(batch, seqlen) < 0.15) & on, ids, -100)
     types, following = torch.zeros_like(ids), torch.randint(0, 2, (batch,))
-    return Batch(ids, on.long(), types, labels, following, packing)
+    places = (labels.flatten() != -100).nonzero().flatten()
+    return Batch(ids, on.long(), types, labels, places, following, packing)
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[dict]]:

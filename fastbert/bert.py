@@ -761,9 +761,10 @@ class BertForPreTraining(BertWithHeads):
         """The first five arguments as :meth:`BertModel.encode`.
 
         ``labels``: int64 ``[B, S]`` (or ``[T]`` with packed ids), the token to predict, -100 where there is none
-        and on padding; with ``masked_positions``, int64 ``[B, P]``, ``labels`` is ``[B, P]``: the tokens at these
-        positions of each sequence, in which case no sizes depend on the data; a position may occur twice, and
-        spare places hold -100. ``next_sentence_label``: int64 ``[B]``, 0 = sentence B follows A, 1 = it does not.
+        and on padding. ``masked_positions`` says beforehand where labels are, so that no sizes depend on the data:
+        int64 ``[N]``, places in the flattened ``labels``; or ``[B, P]``, positions in each sequence, and then
+        ``labels`` is ``[B, P]``, of these alone. A place may occur twice; a spare one has a label of -100.
+        ``next_sentence_label``: int64 ``[B]``, 0 = sentence B follows A, 1 = it does not, -100 = neither.
 
         Returns ``seq_relationship_logits`` ``[B, 2]``; for each kind of labels given, ``mlm_loss``, ``nsp_loss``
         (means over the labelled; 0 if there are none) and their sum ``loss``; without any labels,
@@ -872,16 +873,23 @@ def _labelled_rows(hidden_states: Tensor, labels: Tensor, packing: Packing | Non
 def _rows_at(
     hidden_states: Tensor, labels: Tensor, positions: Tensor, packing: Packing | None
 ) -> tuple[Tensor, Tensor]:
-    """The hidden states ``[B * P, hidden]`` at ``positions`` ``[B, P]`` and their labels, -100 on padding."""
-    if labels.shape != positions.shape:
-        raise ValueError(
-            f"labels has shape {tuple(labels.shape)}; that of masked_positions, {tuple(positions.shape)}, is needed"
-        )
-    seqlen = hidden_states.shape[1] if packing is None else packing.seqlen
-    starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * seqlen
-    tokens, labels = (starts + positions).flatten(), labels.flatten()
-    if packing is None:
-        return hidden_states.flatten(0, 1).index_select(0, tokens), labels
+    """The hidden states ``[N, hidden]`` at ``positions``, ``[N]`` or ``[B, P]``, and their labels, -100 on padding."""
+    tokens = positions.flatten()
+    if positions.dim() == 1:
+        packed = labels.dim() == 1
+        labels = labels.flatten().index_select(0, tokens)
+        if packing is None or packed:
+            return hidden_states.flatten(0, -2).index_select(0, tokens), labels
+    else:
+        if labels.shape != positions.shape:
+            raise ValueError(
+                f"labels has shape {tuple(labels.shape)}; that of masked_positions, {tuple(positions.shape)}, is needed"
+            )
+        seqlen = hidden_states.shape[1] if packing is None else packing.seqlen
+        starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * seqlen
+        tokens, labels = (starts + positions).flatten(), labels.flatten()
+        if packing is None:
+            return hidden_states.flatten(0, 1).index_select(0, tokens), labels
     rows = torch.searchsorted(packing.indices, tokens).clamp(max=packing.tokens - 1)
     labels = torch.where(packing.indices[rows] == tokens, labels, IGNORE_INDEX)
     return hidden_states.index_select(0, rows), labels

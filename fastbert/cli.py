@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--steps", type=int, default=100, metavar="N", help="optimizer steps (100)")
     command.add_argument("--batch-size", type=int, metavar="N", help="sentence pairs a step (the preset's)")
     command.add_argument("--batch-tokens", type=int, metavar="N", help="or tokens that are not padding a step, at most")
+    command.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches that make up a step (1)")
     command.add_argument("--max-len", type=int, metavar="N", help="tokens of an example at most (the preset's)")
     command.add_argument("--tokenizer", metavar="T", help="word, wordpiece, a vocab.txt or a saved one (the preset's)")
     command.add_argument("--learning-rate", type=float, metavar="X", help="at its highest (the preset's)")
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     command.add_argument("--no-unpad", dest="unpad", action="store_false", help="keep padding in the batch")
     command.add_argument("--compile", action="store_true", help="run the model through torch.compile")
+    command.add_argument("--cuda-graphs", action="store_true", help="capture the step; needs --batch-tokens and a GPU")
 
     command = commands.add_parser("bench", help="time the ops beside plain PyTorch and its peers (in a checkout)")
     command.set_defaults(run=_bench)

@@ -450,6 +450,25 @@ def test_masked_positions_are_labels_by_position(pattern, unpad):
     assert_same_step(expected, step(model, given | by_position), 1e-10)
 
 
+@pytest.mark.parametrize("form", ["mask", "padded", "packed ids"])
+def test_masked_positions_are_places_among_all_labels(form):
+    on = masks()["right"]
+    given, wanted = inputs(on)
+    model = build(BertForPreTraining).train()
+    model.unpad = form != "padded"
+    if form == "packed ids":
+        given = {k: v[on] for k, v in given.items()} | {"packing": Packing.from_mask(on)}
+        wanted["labels"] = wanted["labels"][on]
+    else:
+        given["attention_mask"] = on
+    expected = step(model, given | wanted)
+    places = (wanted["labels"].flatten() != -100).nonzero().flatten()
+    unlabelled = (wanted["labels"].flatten() == -100).nonzero().flatten()
+    for spare in (0, 7):
+        wanted["masked_positions"] = torch.cat([places.flip(0), unlabelled[:spare]])
+        assert_same_step(expected, step(model, given | wanted), 1e-10)
+
+
 def test_padded_predictions_do_not_move_the_loss():
     """Fault 32: places without a label count neither in the sum nor in the number; nor does a label on padding."""
     on = masks()["right"]

@@ -1,3 +1,5 @@
+import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -10,9 +12,11 @@ import pytest
 import torch
 
 from fastbert import BertForPreTraining, BertModel, cli
+from fastbert.data import make_loader, prepare
 from fastbert.training import checkpoint
 from fastbert.training.metrics import running_mean
-from fastbert.training.pretrain import PretrainConfig, pretrain
+from fastbert.training.presets import PRESETS
+from fastbert.training.pretrain import PretrainConfig, Trainer, pretrain
 
 WORDS = ("the", "cat", "sat", "on", "mat", "while", "dogs", "ran", "far", "over", "hills", "to", "find", "bones")
 
@@ -69,6 +73,94 @@ def test_same_losses_on_every_backend(corpus, tmp_path):
         pretrain(config(corpus, backend=backend), tmp_path / backend)
         runs[backend] = [r["mlm_loss"] for r in lines(tmp_path / backend)]
     assert runs["cpu"] == pytest.approx(runs["eager"], rel=1e-4)
+
+
+@pytest.mark.parametrize("unpad", [True, False])
+def test_accumulated_batches_are_the_step_of_one_batch(corpus, unpad):
+    """Losses are means over all labels and pairs of a step, however they are shared among its batches."""
+    data = prepare(str(corpus), tokenizer="word", max_len=24, static_masking=True)
+
+    def batches(size):
+        return iter(make_loader(data, size, packed=unpad, pad_to_max_len=True))
+
+    found = {}
+    for size, count in ((48, 1), (16, 3)):
+        torch.manual_seed(0)
+        settings = config(corpus, batch_size=size, accumulate=count, unpad=unpad)
+        model = PRESETS["notebook"].build(data.tokenizer.vocab_size, 24)
+        model.config.hidden_dropout_prob = model.config.attention_probs_dropout_prob = 0.0
+        trainer = Trainer(model, settings, torch.device("cpu"))
+        losses = trainer.step(1, *itertools.islice(batches(size), count))
+        found[count] = losses, [p.grad for p in model.parameters() if p.requires_grad]
+    assert torch.stack(found[1][0]).tolist() == pytest.approx(torch.stack(found[3][0]).tolist(), rel=1e-5)
+    for one, three in zip(found[1][1], found[3][1], strict=True):
+        assert torch.allclose(one, three, rtol=1e-4, atol=1e-6)
+
+
+def test_accumulation_counts_every_batch_once(corpus, tmp_path):
+    """A run that is resumed, too; and what is reported is of all batches of a step."""
+    settings = config(corpus, batch_size=8, accumulate=4, steps=6)
+    pretrain(settings, tmp_path / "whole")
+    pretrain(dataclasses.replace(settings, steps=3), tmp_path / "run")
+    pretrain(settings, tmp_path / "run", resume=True)
+    whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "run")
+    assert [r["mlm_loss"] for r in whole] == [r["mlm_loss"] for r in parts]
+    assert [r["valid_fraction"] for r in whole] == [r["valid_fraction"] for r in parts]
+
+
+def test_a_filled_batch_gives_the_same_step(corpus):
+    """What CUDA graphs are given: fixed numbers of tokens, sequences and labels. Dropout on."""
+    data = prepare(str(corpus), tokenizer="word", max_len=24)
+    capacity = data.capacity(600)
+    found, sizes = {}, set()
+    for filled in (False, True):
+        torch.manual_seed(0)
+        model = PRESETS["notebook"].build(data.tokenizer.vocab_size, 24).double()
+        trainer = Trainer(model, config(corpus, batch_size=None, batch_tokens=600), torch.device("cpu"))
+        found[filled] = []
+        batches = make_loader(data, batch_tokens=600, packed=True, pad_to_max_len=True)
+        for step, batch in enumerate(itertools.islice(batches, 3), 1):
+            if filled:
+                batch = batch.filled(*capacity)
+                sizes.add((batch.sizes, len(batch.input_ids), len(batch.labels), batch.packing.max_seqlen))
+            losses = trainer.step(step, batch)
+            found[filled] += [torch.stack(losses), *(p.grad for p in model.parameters() if p.requires_grad)]
+    assert sizes == {(capacity, 600, 600, 24)}
+    for plain, other in zip(found[False], found[True], strict=True):
+        assert torch.allclose(plain, other, rtol=1e-9, atol=1e-12)
+
+
+def test_a_batch_that_does_not_fit_is_not_filled(corpus):
+    data = prepare(str(corpus), tokenizer="word", max_len=24)
+    batch = next(iter(make_loader(data, batch_tokens=600, packed=True, pad_to_max_len=True)))
+    tokens, sequences, labels = batch.sizes
+    for sizes in ((tokens - 1, 99, 999), (tokens, sequences - 1, labels), (tokens, sequences, labels - 1)):
+        with pytest.raises(ValueError, match="does not fit"):
+            batch.filled(*sizes)
+    with pytest.raises(ValueError, match="does not fit"):  # as many tokens more need two sequences more
+        batch.filled(tokens + 25, sequences + 1, labels)
+    assert batch.filled(tokens + 25, sequences + 2, labels).packing.cu_seqlens[-1] == tokens + 25
+
+
+def test_cuda_graphs_need_what_they_need(corpus):
+    for settings in ({}, {"batch_tokens": 600, "unpad": False}, {"batch_tokens": 600, "accumulate": 2}):
+        with pytest.raises(ValueError, match="cuda_graphs is True"):
+            config(corpus, **{"batch_size": None} | settings, cuda_graphs=True)
+    model = PRESETS["notebook"].build(100, 24)
+    settings = config(corpus, batch_size=None, batch_tokens=600, cuda_graphs=True)
+    with pytest.raises(ValueError, match="a CUDA device is needed"):
+        Trainer(model, settings, torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_captured_step_trains_as_any_other(corpus, tmp_path, dtype):
+    runs = {}
+    for graphs in (False, True):
+        settings = config(corpus, batch_size=None, batch_tokens=600, cuda_graphs=graphs, steps=12, dtype=dtype)
+        pretrain(settings, tmp_path / str(graphs))
+        runs[graphs] = [r["mlm_loss"] for r in lines(tmp_path / str(graphs))]
+    assert runs[True] == pytest.approx(runs[False], rel=1e-2)
 
 
 def test_padding_kept_or_dropped_is_the_same_training(corpus, tmp_path):

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..ops.packing import Packing
-from .examples import Examples, mask_tokens, ranges
+from .examples import IGNORED, PREDICTED, Examples, mask_tokens, ranges
 from .tokenizers import Tokenizer
 
 WINDOW = 32  # batches whose examples are sorted by length together
@@ -38,15 +39,17 @@ class Batch:
     """B examples padded to S tokens, or the same without the padding, T tokens; all int64.
 
     ``input_ids``, ``token_type_ids`` (0 = first segment and padding, 1 = second) and ``labels`` (-100 where
-    nothing is predicted): ``[B, S]``, or packed ``[T]``. ``attention_mask`` (1 = a token, 0 = padding): ``[B, S]``,
-    None if packed. ``next_sentence_label``: ``[B]``, 0 = the second sentence follows the first, 1 = it is random.
-    ``packing``: where the tokens are in ``[B, S]``, padded or packed.
+    nothing is predicted): ``[B, S]``, or packed ``[T]``. ``masked_positions``: ``[N]``, where labels are in them,
+    flattened. ``attention_mask`` (1 = a token, 0 = padding): ``[B, S]``, None if packed. ``next_sentence_label``:
+    ``[B]``, 0 = the second sentence follows the first, 1 = it is random. ``packing``: where the tokens are in
+    ``[B, S]``, padded or packed.
     """
 
     input_ids: Tensor
     attention_mask: Tensor | None
     token_type_ids: Tensor
     labels: Tensor
+    masked_positions: Tensor
     next_sentence_label: Tensor
     packing: Packing
 
@@ -54,6 +57,41 @@ class Batch:
     def valid_tokens(self) -> int:
         """Tokens that are not padding."""
         return self.packing.tokens
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Tokens, sequences and labels of a packed batch."""
+        return self.packing.tokens, self.packing.batch, self.masked_positions.shape[0]
+
+    def filled(self, tokens: int, sequences: int, labels: int) -> Batch:
+        """A packed batch of just these :attr:`sizes`, with the same losses: for CUDA graphs, which know no other.
+
+        Spare tokens lie in sequences of their own, behind the others; the rest of those are empty. Spare places of
+        labels point at the first token, which never has one. Raises ``ValueError`` if the batch does not fit.
+        """
+        packing, found = self.packing, self.sizes
+        lacking, more, places = tokens - found[0], sequences - found[1], labels - found[2]
+        if min(lacking, more, places) < 0 or lacking > more * packing.seqlen:
+            raise ValueError(
+                f"a batch of {found} tokens, sequences and labels does not fit {(tokens, sequences, labels)}"
+            )
+        lengths = (lacking - packing.seqlen * torch.arange(more)).clamp(0, packing.seqlen)
+        spare = Packing.from_lengths(lengths, packing.seqlen)
+        return Batch(
+            F.pad(self.input_ids, (0, lacking)),
+            None,
+            F.pad(self.token_type_ids, (0, lacking)),
+            F.pad(self.labels, (0, lacking), value=IGNORED),
+            F.pad(self.masked_positions, (0, places)),
+            F.pad(self.next_sentence_label, (0, more), value=IGNORED),
+            Packing(
+                torch.cat([packing.indices, packing.batch * packing.seqlen + spare.indices]),
+                torch.cat([packing.cu_seqlens, found[0] + spare.cu_seqlens[1:]]),
+                packing.seqlen,
+                sequences,
+                packing.seqlen,
+            ),
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on ``device``."""
@@ -87,6 +125,11 @@ class PretrainingData:
     def fill(self) -> float:
         """Share of tokens in a batch padded to ``max_len``."""
         return self.examples.mean_length / self.max_len
+
+    def capacity(self, batch_tokens: int) -> tuple[int, int, int]:
+        """:attr:`Batch.sizes` that hold nearly every batch of this many tokens at most."""
+        sequences = round(2 * batch_tokens / self.examples.mean_length)
+        return batch_tokens, sequences, round(PREDICTED * batch_tokens) + sequences
 
 
 class _Batches(Dataset):
@@ -131,6 +174,7 @@ class _Batches(Dataset):
             None if self.packed else mask.long(),
             token_type_ids,
             labels,
+            (labels.flatten() != IGNORED).nonzero().flatten(),
             torch.from_numpy(examples.next_sentence_label[indices].astype(np.int64)),
             Packing.from_mask(mask),
         )

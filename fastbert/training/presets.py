@@ -39,10 +39,14 @@ class Preset:
             _initialize_as_torch(model)
         return model
 
-    def optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-        """Adam in its fused form. Biases and LayerNorms are not decayed."""
+    def optimizer(self, model: nn.Module, learning_rate: float | Tensor) -> torch.optim.Optimizer:
+        """Adam in its fused form. Biases and LayerNorms are not decayed. A tensor as the learning rate is read at each
+        step on the device, so that a CUDA graph may hold the step."""
         groups = _decay_groups(model.named_parameters(), self.weight_decay)
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.999), eps=self.eps, fused=True)
+        captured = isinstance(learning_rate, Tensor)
+        return torch.optim.AdamW(
+            groups, lr=learning_rate, betas=(0.9, 0.999), eps=self.eps, fused=True, capturable=captured
+        )
 
 
 def _decay_groups(parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import platform
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +26,28 @@ from ..bert import BertForPreTraining
 from ..data import Batch, PretrainingData, make_loader, prepare
 from ..ops.registry import check_backend_name, use_backend
 from . import checkpoint
+from .graphs import GraphedStep
 from .memory import keep_freed_memory
 from .metrics import plot_losses, read_metrics, write_atomically, write_metrics
 from .presets import PRESETS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 METRICS, SUMMARY, CONFIG, PLOT = "metrics.jsonl", "summary.json", "config.json", "loss.png"
+LOADERS = 2  # processes that make a GPU's batches
 FETCH_EVERY = 10  # steps between two readings of the losses from a GPU, each of which waits for it
 
 
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig:
     """A run. None means the preset's value; of ``batch_size`` and ``batch_tokens`` (tokens that are not padding, as
-    many examples as fit) only one may be given.
+    many examples as fit) only one may be given. ``accumulate``: batches that make up a step, whose losses are means
+    over all of them.
 
     ``corpus``: "builtin", a file or a directory (:func:`fastbert.data.prepare`); ``tokenizer``: "word", "wordpiece", a
     ``vocab.txt`` or a saved tokenizer; ``dtype``: fp32, or bf16 or fp16 by autocast (fp16 with a scaled loss);
     ``backend``: of every op, None for the best; ``device``: None for a GPU if there is one; ``unpad``: whether padding
-    is dropped before the embeddings; ``save_every``: steps between checkpoints besides the last.
+    is dropped before the embeddings; ``cuda_graphs``: capture the step as a CUDA graph, which needs ``batch_tokens``;
+    ``save_every``: steps between checkpoints besides the last.
 
     Raises ``ValueError`` naming the setting, its value and what is accepted.
     """
@@ -51,6 +57,7 @@ class PretrainConfig:
     steps: int = 100
     batch_size: int | None = None
     batch_tokens: int | None = None
+    accumulate: int = 1
     max_len: int | None = None
     tokenizer: str | None = None
     learning_rate: float | None = None
@@ -60,6 +67,7 @@ class PretrainConfig:
     seed: int = 0
     unpad: bool = True
     compile: bool = False
+    cuda_graphs: bool = False
     save_every: int | None = None
 
     def __post_init__(self):
@@ -69,7 +77,7 @@ class PretrainConfig:
             raise ValueError(f"dtype is {self.dtype!r}; accepted are {', '.join(DTYPES)}")
         if self.backend is not None:
             check_backend_name(self.backend, "backend")
-        for name in ("steps", "batch_size", "batch_tokens", "max_len", "save_every"):
+        for name in ("steps", "batch_size", "batch_tokens", "accumulate", "max_len", "save_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; 1 or more is accepted")
@@ -79,6 +87,11 @@ class PretrainConfig:
             raise ValueError(
                 f"batch_size is {self.batch_size} and batch_tokens is {self.batch_tokens}; only one of them is accepted"
             )
+        if self.cuda_graphs and (self.batch_tokens is None or not self.unpad or self.compile or self.accumulate > 1):
+            raise ValueError(
+                f"cuda_graphs is True, batch_tokens {self.batch_tokens}, unpad {self.unpad}, compile {self.compile}, "
+                f"accumulate {self.accumulate}; accepted with it are a number, True, False and 1"
+            )
         preset = PRESETS[self.preset]
         for name in ("batch_size", "max_len", "tokenizer", "learning_rate"):
             if getattr(self, name) is None and not (name == "batch_size" and self.batch_tokens):
@@ -86,20 +99,33 @@ class PretrainConfig:
 
 
 class Trainer:
-    """A model, its optimizer and the step that both the run and the throughput benchmark take."""
+    """A model, its optimizer and the step that both the run and the throughput benchmark take.
 
-    def __init__(self, model: BertForPreTraining, config: PretrainConfig, device: torch.device):
+    ``capacity``: :attr:`Batch.sizes` of the batches that CUDA graphs, if they are wanted, are made for.
+    """
+
+    def __init__(
+        self,
+        model: BertForPreTraining,
+        config: PretrainConfig,
+        device: torch.device,
+        capacity: tuple[int, int, int] | None = None,
+    ):
         if device.type == "cpu":
             keep_freed_memory()
+        if config.cuda_graphs and device.type != "cuda":
+            raise ValueError(f"cuda_graphs is True and device is {str(device)!r}; a CUDA device is needed")
         preset = PRESETS[config.preset]
-        self.config, self.device = config, device
+        self.config, self.device, self.capacity = config, device, capacity
         self.model = model.to(device).train()
         self.model.unpad = config.unpad
-        self.optimizer = preset.optimizer(self.model, config.learning_rate)
+        rate = torch.tensor(config.learning_rate, device=device) if config.cuda_graphs else config.learning_rate
+        self.optimizer = preset.optimizer(self.model, rate)
         self.warmup = preset.warmup
         self.autocast = DTYPES[config.dtype] if config.dtype != "fp32" else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "fp16")
         self.forward = torch.compile(self.model) if config.compile else self.model
+        self.graphed = GraphedStep(lambda batch: self._step([batch])) if config.cuda_graphs else None
 
     def learning_rate(self, step: int) -> float:
         """Of step ``step``, counted from 1: constant, or a linear rise and a linear fall."""
@@ -109,26 +135,45 @@ class Trainer:
         fall = self.config.steps - rise + 1
         return self.config.learning_rate * min(step / rise, (self.config.steps - step + 1) / fall)
 
-    def step(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
-        """One optimizer step; returns the two losses, on the device."""
+    def step(self, step: int, *batches: Batch) -> tuple[Tensor, Tensor]:
+        """One optimizer step on all of ``batches``; returns the two losses, on the device."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+            rate = self.learning_rate(step)
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        if self.graphed and self.capacity and all(map(int.__le__, batches[0].sizes, self.capacity)):
+            filled = batches[0].filled(*self.capacity).pin_memory()
+            return self.graphed(filled.to(self.device, non_blocking=True))
+        return self._step([batch.to(self.device, non_blocking=True) for batch in batches])
+
+    def _step(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         self.optimizer.zero_grad(set_to_none=True)
-        padding = {"packing": batch.packing} if self.config.unpad else {"attention_mask": batch.attention_mask}
-        autocast = torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+        # Means over all batches, whatever the share of each.
+        labelled, pairs = (sum(batch.sizes[i] for batch in batches) for i in (2, 1))
+        losses = []
         with use_backend(self.config.backend) if self.config.backend else contextlib.nullcontext():
-            with autocast:
-                output = self.forward(
-                    batch.input_ids,
-                    token_type_ids=batch.token_type_ids,
-                    labels=batch.labels,
-                    next_sentence_label=batch.next_sentence_label,
-                    **padding,
-                )
-            self.scaler.scale(output.loss).backward()
+            for batch in batches:
+                shares = batch.sizes[2] / max(labelled, 1), batch.sizes[1] / pairs
+                found = self._forward(batch)
+                losses.append([loss if share == 1 else loss * share for loss, share in zip(found, shares, strict=True)])
+                self.scaler.scale(sum(losses[-1])).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return output.mlm_loss.detach(), output.nsp_loss.detach()
+        mlm_loss, nsp_loss = (sum(loss.detach() for loss in column) for column in zip(*losses, strict=True))
+        return mlm_loss, nsp_loss
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        padding = {"packing": batch.packing} if self.config.unpad else {"attention_mask": batch.attention_mask}
+        autocast = torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+        with autocast:
+            output = self.forward(
+                batch.input_ids,
+                token_type_ids=batch.token_type_ids,
+                labels=batch.labels,
+                masked_positions=batch.masked_positions,
+                next_sentence_label=batch.next_sentence_label,
+                **padding,
+            )
+        return output.mlm_loss, output.nsp_loss
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the parameters."""
@@ -138,7 +183,8 @@ class Trainer:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "generators": generators}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        groups = self.optimizer.state_dict()["param_groups"]  # a resumed run may be captured where the first was not
+        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["generators"]["cpu"])
         if self.device.type == "cuda" and "cuda" in state["generators"]:
@@ -173,12 +219,13 @@ def pretrain(config: PretrainConfig, out: str | os.PathLike[str], *, resume: boo
         f"{len(data):,} examples of up to {config.max_len} tokens, {data.fill:.1%} of them filled; "
         f"vocabulary of {data.tokenizer.vocab_size:,}"
     )
+    capacity = data.capacity(config.batch_tokens) if config.cuda_graphs else None
     torch.manual_seed(config.seed)
     if first is None:
         model, step, records = preset.build(data.tokenizer.vocab_size, config.max_len), 0, []
-        trainer = Trainer(model, config, device)
+        trainer = Trainer(model, config, device, capacity)
     else:
-        trainer = Trainer(BertForPreTraining.from_pretrained(first), config, device)
+        trainer = Trainer(BertForPreTraining.from_pretrained(first), config, device, capacity)
         state = checkpoint.load_state(first)
         trainer.restore(state)
         step = state["step"]
@@ -223,7 +270,7 @@ def _claim(out: Path, config: PretrainConfig, resume: bool) -> Path | None:
 
 
 # Settings that a resumed run may change: how fast and how far it runs, not what it computes.
-_MAY_DIFFER = ("steps", "backend", "device", "compile", "save_every")
+_MAY_DIFFER = ("steps", "backend", "device", "compile", "cuda_graphs", "save_every")
 
 
 def _run(trainer: Trainer, data: PretrainingData, out: Path, step: int, records: list[dict]) -> list[dict]:
@@ -234,7 +281,9 @@ def _run(trainer: Trainer, data: PretrainingData, out: Path, step: int, records:
         config.batch_size,
         batch_tokens=config.batch_tokens,
         packed=config.unpad,
-        first_step=step,
+        first_step=step * config.accumulate,
+        pad_to_max_len=config.cuda_graphs,
+        num_workers=LOADERS if device.type == "cuda" else 0,
         pin_memory=device.type == "cuda",
     )
     batches = iter(loader)
@@ -242,10 +291,11 @@ def _run(trainer: Trainer, data: PretrainingData, out: Path, step: int, records:
     with (out / METRICS).open("a", encoding="utf-8") as file, tqdm(total=config.steps, initial=step) as bar:
         started = time.perf_counter()
         while step < config.steps:
-            batch = next(batches).to(device, non_blocking=True)
             step += 1
-            packing = batch.packing
-            pending.append((step, trainer.step(step, batch), packing.batch, packing.seqlen, packing.tokens))
+            chosen = list(itertools.islice(batches, config.accumulate))
+            packings = [batch.packing for batch in chosen]
+            sizes = [sum(s) for s in zip(*((p.batch, p.batch * p.seqlen, p.tokens) for p in packings), strict=True)]
+            pending.append((step, trainer.step(step, *chosen), *sizes))
             last = step == config.steps
             if device.type == "cpu" or len(pending) == FETCH_EVERY or last:
                 losses = torch.stack([torch.stack(pair) for _, pair, *_ in pending]).tolist()
@@ -268,7 +318,7 @@ def _run(trainer: Trainer, data: PretrainingData, out: Path, step: int, records:
 
 
 def _record(
-    step: int, mlm_loss: float, nsp_loss: float, pairs: int, seqlen: int, tokens: int, seconds: float
+    step: int, mlm_loss: float, nsp_loss: float, pairs: int, places: int, tokens: int, seconds: float
 ) -> dict[str, float]:
     return {
         "step": step,
@@ -276,7 +326,7 @@ def _record(
         "nsp_loss": nsp_loss,
         "sentence_pairs_per_s": round(pairs / seconds, 2),
         "tokens_per_s": round(tokens / seconds, 1),
-        "valid_fraction": round(tokens / (pairs * seqlen), 4),
+        "valid_fraction": round(tokens / places, 4),
     }
 
 
