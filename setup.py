@@ -65,8 +65,12 @@ def find_cuda() -> Path | None:
 
 def cuda_architectures() -> list[str]:
     """As FASTBERT_CUDA_ARCHS names them: "80", or "80+PTX" where later devices are to be served too."""
-    names = os.environ.get("FASTBERT_CUDA_ARCHS") or "default"
-    return CUDA_ARCHS.get(names, names).replace(",", " ").replace(";", " ").split()
+    value = os.environ.get("FASTBERT_CUDA_ARCHS") or "default"
+    names = CUDA_ARCHS.get(value, value).replace(",", " ").replace(";", " ").replace(".", "").split()
+    if not all(name.removesuffix("+PTX").isdigit() for name in names):
+        accepted = f"{', '.join(CUDA_ARCHS)} and architectures such as '80 90+PTX'"
+        raise ValueError(f"FASTBERT_CUDA_ARCHS is {value!r}; accepted are {accepted}")
+    return names
 
 
 def gencode(architectures: list[str]) -> str:
