@@ -7,10 +7,11 @@ weight, bias and x_bias are summed in the same pass, each program over the rows 
 programs are added up in a second step, in a fixed order.
 
 A row of up to 8,192 is held in the registers of one program, in two pieces where its length is no power of two: what is
-computed per element leaves no instruction slot to waste on idle lanes. Forward gives a row of up to 1,024 to a single
-warp, so that its two reductions are shuffles alone, and takes the vectors from the first-level cache. Backward holds
-three sums per column besides, hence more warps; its loop is pipelined, so that the next row arrives while this one is
-reduced. Longer rows are read in chunks, three times; their column sums are a pass of their own.
+computed per element leaves no instruction slot to waste on idle lanes. A row of up to 1,024 belongs to a single warp,
+so that reductions are shuffles alone and the work of a row that is not of an element (dropout's keys, addresses) is
+done once: several warps take twice the instructions. Forward takes the vectors from the first-level cache. Backward
+holds three sums per column besides, so that few warps are resident; its loop is pipelined instead, the next rows on
+their way while one is reduced. Longer rows are read in chunks, three times; their column sums are a pass of their own.
 """
 
 from __future__ import annotations
@@ -48,24 +49,25 @@ FORWARD = (
     Config(1, 8192, 8),
 )
 BACKWARD = (
-    Config(16, 64, 4, 2),
-    Config(8, 128, 4, 2),
-    Config(4, 256, 4, 2),
-    Config(2, 384, 4, 2),
-    Config(2, 512, 4, 2),
-    Config(1, 768, 4, 2),
-    Config(1, 1024, 4, 2),
-    Config(1, 1536, 8, 2),
-    Config(1, 2048, 8, 2),
-    Config(1, 3072, 16),
-    Config(1, 4096, 16),
-    Config(1, 8192, 32),
+    Config(8, 64, 1, 3),
+    Config(4, 128, 1, 3),
+    Config(2, 256, 1, 3),
+    Config(1, 384, 1, 3),
+    Config(1, 512, 1, 3),
+    Config(1, 768, 1, 3),
+    Config(1, 1024, 2, 3),
+    Config(1, 1536, 4, 3),
+    Config(1, 2048, 4, 3),
+    Config(1, 3072, 8, 2),
+    Config(1, 4096, 8, 2),
+    Config(1, 8192, 8),
 )
 # Rows longer than the tables' last entry: chunks of a row, and tiles of their column sums.
 LONG = Config(1, 4096, 8)
 LONG_SUMS = Config(16, 128, 4)
-# Programs of a backward launch: enough to fill a GPU of 132 multiprocessors, few enough to keep partial sums small.
-BACKWARD_PROGRAMS = 528
+# Programs of a backward launch: as many as 132 multiprocessors hold at once; fewer if each had less than 16 rows or 4
+# steps, so that the partial sums, which stay in the second-level cache, remain small beside the rows.
+BACKWARD_PROGRAMS = 1056
 
 
 @triton.jit
@@ -192,7 +194,7 @@ def _backward_store(
     """Write both gradients of a piece; returns that of x."""
     _store(dresidual_rows, column, columns, dy, valid, EVEN)
     if DROPOUT:
-        dy = tl.where(kept, dy * scale, 0.0)
+        dy *= tl.where(kept, scale, 0.0)
     if dx_rows is not None:
         _store(dx_rows, column, columns, dy, valid, EVEN)
     return dy
@@ -507,7 +509,7 @@ def _pieces(columns: int) -> tuple[int, int]:
 
 def _backward_split(rows: int, tiles: int, count: int) -> int:
     """Rows of each program: a multiple of ``rows``."""
-    parts = max(1, min(BACKWARD_PROGRAMS // tiles, cdiv(count, 16 * rows)))
+    parts = max(1, min(BACKWARD_PROGRAMS // tiles, cdiv(count, max(16, 4 * rows))))
     return cdiv(cdiv(count, parts), rows) * rows
 
 

@@ -475,6 +475,9 @@ def _attention_backward_q(
     unit = scale * _LOG2E if FOLD else _LOG2E
 
     GUARD: tl.constexpr = MASK != _NO_MASK and not BY_QUERY
+    # Products without tensor cores keep whole rows of what does not change in registers; two such tiles are too many.
+    RELOAD: tl.constexpr = q_ptr.dtype.element_ty == tl.float32 and D > 128
+    never = queries >> 31  # 0, which the compiler cannot know
     # Two sums over keys are made anew where what forward kept is too coarse: delta, where a row may have few keys and
     # the rounding of the result shows (16 bits); and the sum of exponentials, where lse is so large that it lost it.
     again = False
@@ -503,6 +506,9 @@ def _attention_backward_q(
             if BY_QUERY:
                 k = tl.where(_finite(k), k, 0.0)
                 v = tl.where(_finite(v), v, 0.0)
+            if RELOAD:
+                q = _load_queries(q_ptr + start * never, m, first_row, query_count, q_s, columns, D, UNIT, WIDE)
+                grad = _load_queries(grad_ptr + start * never, m, first_row, query_count, g_s, columns, D, UNIT, WIDE)
             s = _dot(q, tl.trans(k))
             p = _probabilities(s, on, bias, lse[:, None], 0.0, scale, unit, zero, MASK, FOLD, False)
             total += tl.sum(p, 1)
@@ -517,9 +523,6 @@ def _attention_backward_q(
         tl.store(norm_ptr + stats + rows, norm, mask=row_ok)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Products without tensor cores keep whole rows of what does not change in registers; two such tiles are too many.
-    RELOAD: tl.constexpr = q_ptr.dtype.element_ty == tl.float32 and D > 128
-    never = queries >> 31  # 0, which the compiler cannot know
     SPLIT: tl.constexpr = MASK == _NO_MASK and not BY_QUERY
     whole = key_count // BLOCK_N * BLOCK_N if SPLIT else 0
     for part in tl.static_range(0 if SPLIT else 1, 2):
@@ -752,10 +755,20 @@ FORWARD: dict[tuple[str, int], dict[int, tuple[Tile, ...]]] = {
     (_WARPS, 4): _FORWARD_32_BIT,
     (_AMD, 4): _FORWARD_32_BIT,
 }
-# Whatever the units: a mask that differs by query keeps many conditions alive.
-BY_QUERY: dict[int, dict[int, Tile]] = {
-    2: {64: Tile(32, 16, 4), 128: Tile(32, 16, 4), 256: Tile(16, 16, 4)},
-    4: {64: Tile(32, 32, 8), 128: Tile(16, 16, 8), 256: Tile(16, 16, 8)},
+# Whatever the length: a mask that differs by query keeps many conditions alive. Tiles of forward and q, and of kv.
+_BY_QUERY_16_BIT = {64: (Tile(32, 16, 4),) * 2, 128: (Tile(32, 16, 4),) * 2, 256: (Tile(16, 16, 4),) * 2}
+_BY_QUERY_32_BIT = {
+    64: (Tile(32, 16, 8),) * 2,
+    128: (Tile(16, 16, 8),) * 2,
+    256: (Tile(16, 16, 8), Tile(32, 16, 8)),
+}
+BY_QUERY: dict[tuple[str, int], dict[int, tuple[Tile, Tile]]] = {
+    (_WARPGROUPS, 2): _BY_QUERY_16_BIT,
+    (_WARPS, 2): _BY_QUERY_16_BIT,
+    (_AMD, 2): _BY_QUERY_16_BIT,
+    (_WARPGROUPS, 4): _BY_QUERY_32_BIT,
+    (_WARPS, 4): _BY_QUERY_32_BIT,
+    (_AMD, 4): _BY_QUERY_32_BIT | {256: (Tile(16, 16, 4),) * 2},
 }
 _BACKWARD_32_BIT = {
     64: Backward((Tile(32, 32, 8),), Tile(32, 32, 8), Tile(32, 32, 8)),
@@ -765,7 +778,7 @@ _BACKWARD_32_BIT = {
 _BACKWARD_16_BIT = {
     64: Backward((_TINY, _SMALL), Tile(64, 32, 4), Tile(64, 32, 4)),
     128: Backward((Tile(32, 32, 4),), Tile(64, 32, 4), Tile(32, 32, 4)),
-    256: Backward((Tile(32, 32, 4),), Tile(32, 32, 4), Tile(32, 32, 4)),
+    256: Backward((Tile(32, 32, 8),), Tile(32, 16, 4), Tile(32, 32, 8)),
 }
 BACKWARD: dict[tuple[str, int], dict[int, Backward]] = {
     (_WARPGROUPS, 2): _BACKWARD_16_BIT
@@ -774,10 +787,10 @@ BACKWARD: dict[tuple[str, int], dict[int, Backward]] = {
         128: Backward((Tile(32, 32, 4),), Tile(64, 32, 4, 2), Tile(32, 64, 4)),
     },
     (_WARPS, 2): _BACKWARD_16_BIT,
-    (_AMD, 2): _BACKWARD_16_BIT,
+    (_AMD, 2): _BACKWARD_16_BIT | {256: Backward((Tile(16, 16, 4),), Tile(16, 16, 4), Tile(16, 16, 4))},
     (_WARPGROUPS, 4): _BACKWARD_32_BIT,
     (_WARPS, 4): _BACKWARD_32_BIT,
-    (_AMD, 4): _BACKWARD_32_BIT,
+    (_AMD, 4): _BACKWARD_32_BIT | {256: Backward((Tile(16, 16, 4),), Tile(16, 16, 4), Tile(16, 16, 4))},
 }
 
 
@@ -800,7 +813,7 @@ def _units() -> str:
 def _forward_tile(call: _Call) -> Tile:
     size, head_size = call.tensors[0].element_size(), call.options["D"]
     if call.options["BY_QUERY"]:
-        return _of_size(BY_QUERY[size], head_size)
+        return _of_size(BY_QUERY[_units(), size], head_size)[0]
     tiles = _of_size(FORWARD[_units(), size], head_size)
     return next((tile for tile in tiles if call.keys <= tile.keys), tiles[-1])
 
@@ -809,8 +822,7 @@ def _backward_tiles(call: _Call) -> tuple[Tile, Tile | None]:
     """The tile that is the whole head, and None; or the tiles of q and kv."""
     size, head_size = call.tensors[0].element_size(), call.options["D"]
     if call.options["BY_QUERY"]:
-        tile = _of_size(BY_QUERY[size], head_size)
-        return tile, tile
+        return _of_size(BY_QUERY[_units(), size], head_size)
     config = _of_size(BACKWARD[_units(), size], head_size)
     for tile in config.whole:
         if call.queries <= tile.queries and call.keys <= tile.keys:

@@ -1,11 +1,13 @@
 """Dropout bits in Triton: the arithmetic of ``fastbert/ops/dropout.py``, for use inside other kernels.
 
-One 32-bit hash serves two neighbouring columns. A kernel asks for the columns it has, each computing "its" hash; two
-neighbours that one thread holds compute the same one, and the compiler keeps one of the two: the column's low bit
-is known at compile time in every layout whose threads hold pairs (a vector of a load, an accumulator of a matrix
-product), and so is which half each takes. No layout conversion, as an explicit interleaving would need. The last
-step of the hash, x ^ (x >> 16), leaves the upper half as it is and is not computed for it; both halves are compared
-in place, in the upper bits. That makes 11 integer operations for two elements: 5.5 each.
+One 32-bit hash serves two neighbouring columns. ``keep_tile`` computes it once per pair and interleaves the halves,
+which costs nothing where a thread holds both columns, as it does in the vectors of a load. ``keep`` takes any columns,
+each computing "its" hash, and leaves it to the compiler to see that two neighbours compute the same; it mostly does.
+The last step of the hash, x ^ (x >> 16), leaves the upper half as it is and is not computed for it; both halves are
+compared in place, in the upper bits. That makes 11 integer operations for two elements: 5.5 each.
+
+Where an element is written in 16 bits, select its factor (``x * tl.where(keep, scale, 0.0)``), not the result: the
+compiler moves a select of the result behind the conversion, and unpacks pairs for it.
 """
 
 import triton
@@ -62,8 +64,7 @@ def keep_tile(k0, k1, start, COLUMNS: tl.constexpr, threshold):
     """:func:`keep` of rows ``[ROWS, 1]`` in COLUMNS columns from ``start``, an even number, on: one hash per pair."""
     pair = (start >> 1) + tl.arange(0, COLUMNS // 2)[None, :]
     x = _hash(k0, k1, pair)
-    cut = (threshold.to(tl.uint32) << 16) - 1
-    return tl.join((x ^ (x << 16)) > cut, x > cut).reshape(k0.shape[0], COLUMNS)
+    return tl.join(x ^ (x << 16), x).reshape(k0.shape[0], COLUMNS) > (threshold.to(tl.uint32) << 16) - 1
 
 
 @triton.jit

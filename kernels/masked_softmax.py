@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .tune import Tunable
 
 # Queries of one head per program, by keys.
-FORWARD = (
+FORWARD = BACKWARD = (
     Config(16, 64, 1),
     Config(8, 128, 1),
     Config(4, 256, 1),
@@ -35,16 +35,6 @@ FORWARD = (
     Config(1, 2048, 2),
     Config(1, 4096, 4),
     Config(1, 8192, 8),
-)
-BACKWARD = (
-    Config(16, 64, 2),
-    Config(8, 128, 2),
-    Config(4, 256, 2),
-    Config(2, 512, 2),
-    Config(1, 1024, 2),
-    Config(1, 2048, 4),
-    Config(1, 4096, 8),
-    Config(1, 8192, 16),
 )
 # Rows longer than the tables' last entry, in chunks.
 LONG = Config(1, 4096, 8)
@@ -151,9 +141,8 @@ def forward_kernel(
     inverse = _inverse(tl.sum(e, axis=1, keep_dims=True))
     if seed_ptr is not None:
         k0, k1 = row_keys(seed_key(seed_ptr), group, query)
-        p = tl.where(keep_tile(k0, k1, 0, COLUMNS, threshold), e * (inverse * keep_scale), 0.0)
-    else:
-        p = e * inverse
+        inverse = tl.where(keep_tile(k0, k1, 0, COLUMNS, threshold), inverse * keep_scale, 0.0)
+    p = e * inverse
     tl.store(out_ptr + row * keys + key, p.to(out_ptr.dtype.element_ty), mask=(query < queries) & (key < keys))
 
 
@@ -252,7 +241,7 @@ def forward_long_kernel(
         s = _scores(scores_ptr, mask_ptr, mask_key, key, keys, length, scale)
         p = _exponentials(s, most, mask_ptr) * inverse
         if seed_ptr is not None:
-            p = tl.where(keep_tile(k0, k1, start, COLUMNS, threshold), p * keep_scale, 0.0)
+            p *= tl.where(keep_tile(k0, k1, start, COLUMNS, threshold), keep_scale, 0.0)
         tl.store(out_ptr + row * keys + key, p.to(out_ptr.dtype.element_ty), mask=key < keys)
 
 

@@ -60,7 +60,7 @@ class Code:
     """Facts of one compiled kernel."""
 
     registers: int
-    spilled_bytes: int
+    spilled_bytes: int  # to memory; a scalar register that AMD's compiler keeps in a lane of a vector one is not
     shared_bytes: int
     num_warps: int
     occupancy: float
@@ -117,11 +117,13 @@ def _nvidia(launch: Launch) -> dict[str, Any]:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # A stack is reserved before the code is final; what no instruction reads is none.
+    touched = re.search(r"\b(?:LDL|STL)\b", text) is not None
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text)
     return {
         "registers": usage["REG"],
-        "spilled_bytes": usage["STACK"] + usage["LOCAL"],
+        "spilled_bytes": touched * (usage["STACK"] + usage["LOCAL"]),
         "widest_load": _sass_bytes(opcodes, ("LDG", "LDGSTS")),
         "widest_store": _sass_bytes(opcodes, ("STG",)),
         "instructions": sum(opcode != "NOP" for opcode in opcodes),
@@ -140,8 +142,7 @@ def _amd(launch: Launch) -> dict[str, Any]:
     code = text[: text.index(".rodata")] if ".rodata" in text else text
     return {
         "registers": facts["vgpr_count"],
-        "spilled_bytes": 4 * (facts["vgpr_spill_count"] + facts["sgpr_spill_count"])
-        + facts["private_segment_fixed_size"],
+        "spilled_bytes": facts["private_segment_fixed_size"],
         "widest_load": _amd_bytes(code, "load"),
         "widest_store": _amd_bytes(code, "store"),
         "instructions": len(re.findall(r"^\t[vs]_\w+|^\t(?:global|buffer|ds|flat)_\w+", code, re.MULTILINE)),
@@ -153,24 +154,26 @@ def compile_all(everything: bool, targets: list[str]) -> list[dict[str, Any]]:
     found = []
     analysed: dict[tuple[str, str], Code] = {}
     for module, case in cases(everything):
-        launches: list[dict[str, Any]] = []
+        # By kernel and how often it came before: a target may take a launch that another does without.
+        launches: dict[tuple[str, int], dict[str, Any]] = {}
         for target in targets:
             with offline(target) as recorded:
                 case.call()
-            for i, launch in enumerate(recorded):
+            seen: list[str] = []
+            for launch in recorded:
                 key = (target, launch.compiled.hash)
                 if key not in analysed:
                     analysed[key] = analyse(target, launch)
-                if i == len(launches):
-                    record = {"kernel": launch.name, "programs": math.prod(launch.grid), "bytes": launch.bytes_moved}
-                    launches.append(record | {"code": {}})
-                launches[i]["code"][target] = dataclasses.asdict(analysed[key])
-        moved = sum(launch["bytes"] for launch in launches)
+                record = {"kernel": launch.name, "programs": math.prod(launch.grid), "bytes": launch.bytes_moved}
+                record = launches.setdefault((launch.name, seen.count(launch.name)), record | {"code": {}})
+                record["code"][target] = dataclasses.asdict(analysed[key])
+                seen.append(launch.name)
+        moved = sum(launch["bytes"] for launch in launches.values() if targets[0] in launch["code"])
         found.append(
             {
                 "op": module,
                 "case": case.name,
-                "launches": launches,
+                "launches": list(launches.values()),
                 "bytes_moved": moved,
                 "bytes_least": case.bytes_least,
                 "flops": case.flops,
@@ -199,9 +202,9 @@ def markdown(records: list[dict[str, Any]], targets: list[str]) -> str:
     lines = [
         "# Triton kernels, compiled without a GPU",
         "",
-        f"By `python -m fastbert.kernels.static --all`, triton {triton.__version__}. Four numbers in a cell belong to "
-        f"{', '.join(targets)}. Occupancy: resident warps in percent. Load and store: widest instruction, bytes. "
-        "Instructions: of the whole kernel, loops counted once.",
+        f"By `python -m fastbert.kernels.static --all`, triton {triton.__version__}. The numbers in a cell belong to "
+        f"{', '.join(targets)}; - where a target does without. Occupancy: resident warps in percent. Load and store: "
+        "widest instruction, bytes. Instructions: of the whole kernel, loops counted once.",
         "",
         f"Bytes: each tensor of each launch once, partial sums included; least: inputs and outputs once. Time: what "
         f"{MEMORY_BYTES_PER_S / 1e12} TB/s and {MATRIX_FLOPS_PER_S / 1e12:.0f} TFLOP/s imply, to hold a GPU run "
@@ -222,14 +225,14 @@ def markdown(records: list[dict[str, Any]], targets: list[str]) -> str:
         lines += ["|---|---|---:|---:|---|---|---|---|---|---|---|"]
         for r in mine:
             for launch in r["launches"]:
-                codes = [launch["code"][target] for target in targets]
+                codes = [launch["code"].get(target) for target in targets]
 
                 def cell(name, codes=codes):
-                    return " / ".join(str(code[name]) for code in codes)
+                    return " / ".join("-" if code is None else str(code[name]) for code in codes)
 
-                share = " / ".join(f"{100 * code['occupancy']:.0f}" for code in codes)
+                share = " / ".join("-" if code is None else f"{100 * code['occupancy']:.0f}" for code in codes)
                 lines.append(
-                    f"| {r['case']} | {launch['kernel']} | {launch['programs']} | {codes[0]['num_warps']} "
+                    f"| {r['case']} | {launch['kernel']} | {launch['programs']} | {cell('num_warps')} "
                     f"| {cell('registers')} | {cell('spilled_bytes')} | {cell('shared_bytes')} | {share} "
                     f"| {cell('widest_load')} | {cell('widest_store')} | {cell('instructions')} |"
                 )

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from compare import DTYPES, WITH_FLOAT64, check, guarded, results
-from interpreter import thinned
+from interpreter import fewer, thinned
 
 from fastbert.ops import dropout_bits, masked_softmax
 
@@ -69,7 +69,7 @@ def test_row_sizes(backend, keys, dtype):
 @pytest.mark.parametrize("shape", [(66_000, 1, 1, 3), (1, 1, 66_000, 3)], ids=str)
 def test_more_than_65535_in_one_dimension(backend, shape):
     """Fault 14."""
-    check(masked_softmax, backend, scores_of(shape))
+    check(masked_softmax, backend, scores_of([fewer(backend, size) for size in shape]))
 
 
 def test_row_without_a_key_gives_zeros(backend):
