@@ -192,7 +192,7 @@ def test_a_direct_call_with_bad_ids(backend):
     longer, guards = dict(tensors), []
     for name, table in zip(IDS, ("word", "token_type", "position"), strict=True):
         size = tensors[table].shape[0]
-        longer[table] = torch.nn.functional.pad(tensors[table], (0, 0, 0, 1))
+        longer[table], _ = guarded(torch.nn.functional.pad(tensors[table], (0, 0, 0, 1)))  # aligned as the others are
         longer[name] = torch.where((tensors[name] < 0) | (tensors[name] > size), size, tensors[name])
         tensors[table], untouched = guarded(tensors[table])
         guards.append(untouched)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu, triton
+from . import cpu, cuda, triton
 from .add_dropout_layer_norm import row_multiplier
 from .checks import accumulation_dtype, check_device, check_floating, check_vector
 from .dropout import check_dropout_p, seed_tensor, threshold
@@ -180,8 +180,13 @@ def _triton_why_not(input_ids, token_type_ids, position_ids, word, token_type, p
     return triton.why_not(word, token_type, position, weight, bias)
 
 
+def _cuda_why_not(input_ids, token_type_ids, position_ids, word, token_type, position, weight, bias, *rest):
+    return cuda.why_not(word, token_type, position, weight, bias)
+
+
 BACKENDS = (
     Backend("cpu", OPERATOR.register("cpu"), _cpu_why_not, cpu.unavailable),
     Backend("triton", triton.register(OPERATOR), _triton_why_not, triton.unavailable),
+    Backend("cuda", OPERATOR.register("cuda"), _cuda_why_not, cuda.unavailable),
     Backend("eager", reference, lambda *args: None),
 )
