@@ -65,6 +65,11 @@ MIX = {
 }
 
 
+VARIANTS = ("plain", "dropout", "general")  # of attention.cu
+# Kernels that read no rows in vectors: for any element, of one column a thread, or of other things.
+SCALAR = re.compile(r"<Any|<1>|column_sums|bounds")
+
+
 @dataclasses.dataclass
 class Kernel:
     """Facts of one compiled kernel."""
@@ -84,9 +89,10 @@ class Kernel:
     def fault(self) -> str | None:
         if self.spill_bytes or self.mix["local"]:
             return "spills"
-        vectors = "Any" not in self.name and "column_sums" not in self.name
-        if vectors and not self.mix["loads_128"] and not self.mix["async_copies"]:
+        if not (SCALAR.search(self.name) or self.mix["loads_128"] or self.mix["async_copies"]):
             return "has no 128-bit load"
+        if self.op == "attention" and "float" not in self.name and not self.mix["tensor_core"]:
+            return "has no tensor-core instruction"
         return None
 
 
@@ -112,6 +118,7 @@ def short(names: list[str]) -> dict[str, str]:
     """Readable names: no namespaces, no arguments."""
     plain = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True).stdout.splitlines()
     cut = [re.sub(r"\(anonymous namespace\)::|fastbert::cuda::|^void ", "", name) for name in plain]
+    cut = [re.sub(r"\(Variant\)(\d)", lambda match: VARIANTS[int(match[1])], name) for name in cut]
     return {mangled: re.sub(r"\(.*$", "", name) for mangled, name in zip(names, cut, strict=True)}
 
 
@@ -213,8 +220,8 @@ def main() -> int:
         compiler = re.search(r"release [\d.]+, V[\d.]+", run(tool("nvcc"), "--version"))[0]
         OUT.mkdir(parents=True, exist_ok=True)
         (OUT / "cuda.md").write_text(markdown(kernels, f"nvcc {compiler}"))
-        facts = {"compiler": compiler, "kernels": [dataclasses.asdict(k) for k in kernels]}
-        (OUT / "cuda.json").write_text(json.dumps(facts, indent=1) + "\n")
+        rows = ",\n".join(json.dumps(dataclasses.asdict(k)) for k in kernels)  # a kernel a line
+        (OUT / "cuda.json").write_text(f'{{"compiler": {json.dumps(compiler)}, "kernels": [\n{rows}\n]}}\n')
     return 1 if faults else 0
 
 
