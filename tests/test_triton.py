@@ -10,7 +10,16 @@ import torch
 from compare import results
 
 from fastbert import info
-from fastbert.ops import add_dropout_layer_norm, dropout_bits, gelu, masked_softmax, triton
+from fastbert.ops import (
+    add_dropout_layer_norm,
+    attention,
+    dropout_bits,
+    embedding_layer_norm,
+    gelu,
+    masked_lm_loss,
+    masked_softmax,
+    triton,
+)
 
 runs = pytest.mark.skipif(
     triton.unavailable() is not None, reason=f"Triton's kernels cannot run: {triton.unavailable()}"
@@ -105,7 +114,7 @@ def far_apart(rows, columns, stride, dtype=torch.float16):
     size = dtype.itemsize
     buffer = torch.frombuffer(mmap.mmap(-1, ((rows - 1) * stride + columns) * size), dtype=dtype)
     view = buffer.as_strided((rows, columns), (stride, 1))
-    return view.copy_(torch.randn(rows, columns))
+    return view.copy_(torch.randn(rows, columns) * (1 if dtype.is_floating_point else 100))
 
 
 @interpreted
@@ -134,6 +143,55 @@ def test_offsets_past_two_to_the_31():
     far = results(lambda scores: masked_softmax(scores, mask=mask, **options), scores, grad)
     close = masked_softmax(scores["scores"].contiguous(), mask=mask.contiguous(), **options)
     assert torch.equal(far["output"], close)
+
+
+@interpreted
+@pytest.mark.parametrize("rows, form", [(5, "additive"), (5, "bool per query"), (300, "lengths")])
+def test_offsets_of_attention_past_two_to_the_31(rows, form):
+    """Fault 29: tokens, and rows of a mask, so far apart; in one tile and in several."""
+    # Rows of a tile reach past 2^31 elements, or only its first one does.
+    size, stride = 16, (1 << 30) + 64 if rows == 5 else 1 << 23
+    mask = lengths = None
+    if form == "additive":
+        mask = far_apart(rows, 1, stride, torch.float32).view(1, 1, 1, rows)
+    elif form == "bool per query":
+        mask = far_apart(rows, rows, stride, torch.uint8).bitwise_and_(1).view(torch.bool).view(1, 1, rows, rows)
+    else:
+        lengths = torch.tensor([rows - 3])
+    tensors = {name: far_apart(rows, size, stride).view(1, rows, 1, size) for name in ("query", "key", "value")}
+    grad = far_apart(rows, size, stride).view(1, rows, 1, size)
+
+    def run(mask, tensors, grad):
+        options = {"mask": mask, "lengths": lengths, "dropout_p": 0.1, "seed": 3, "backend": "triton"}
+        leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+        return results(lambda **t: attention(**t, **options), leaves, grad)
+
+    far = run(mask, tensors, grad)
+    near = {name: t.contiguous() for name, t in tensors.items()}
+    close = run(None if mask is None else mask.contiguous(), near, grad.contiguous())
+    assert all(torch.equal(far[name], close[name]) for name in close)
+
+
+@interpreted
+def test_offsets_of_tables_and_hidden_states_past_two_to_the_31():
+    """Fault 29."""
+    columns, stride = 64, (1 << 30) + 64
+    tables = {name: far_apart(5, columns, stride) for name in ("word", "token_type", "position")}
+    vectors = {"weight": torch.randn(columns).half(), "bias": torch.randn(columns).half()}
+    ids, grad = torch.tensor([4, 0, 3, 4]), far_apart(4, columns, stride)
+    labels = torch.tensor([0, -100, 0, 0])
+    embed = lambda **t: embedding_layer_norm(ids, ids, ids, **t, **vectors, backend="triton")  # noqa: E731
+    loss = lambda hidden: masked_lm_loss(hidden, vectors["weight"][None], None, labels, backend="triton")  # noqa: E731
+    for function, tensors, given in ((embed, tables, grad), (loss, {"hidden": grad.detach()}, torch.ones(()))):
+        far, close = (
+            results(
+                function,
+                {n: (t.contiguous() if near else t).detach().requires_grad_() for n, t in tensors.items()},
+                given.contiguous() if near else given,
+            )
+            for near in (False, True)
+        )
+        assert all(torch.equal(far[name], close[name]) for name in close)
 
 
 @runs
