@@ -223,10 +223,13 @@ struct BFloat16 : PairsBF16 {
             for (int64_t step = 0; step < steps; step += 16) {
                 const int64_t k = 2 * (k0 + step);
                 VF block[16];
-                for (int i = 0; i < 16; ++i)
-                    block[i] = j + i < width
-                                   ? (VF)pairs(at(p.b, p.b_type, (j0 + j + i) * p.b_col + k), p.b_type, p.depth - k)
-                                   : VF{};
+                for (int i = 0; i < 16; ++i) {
+                    const char* row = at(p.b, p.b_type, (j0 + j + i) * p.b_col + k);
+                    block[i] = j + i < width ? (VF)pairs(row, p.b_type, p.depth - k) : VF{};
+                    const char* ahead = at(row, p.b_type, j0 + j + i + 16 < p.columns ? 16 * p.b_col : 0);
+                    __builtin_prefetch(ahead);
+                    __builtin_prefetch(ahead + 64);
+                }
                 Float32::store_transposed(block, least(steps - step, 16),
                                           reinterpret_cast<float*>(packed + step * kPanelColumns + j));
             }
