@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from preferred import preferred
 
 import fastbert
 from fastbert import adapters
@@ -78,7 +79,7 @@ def test_minbert(golden, backend, unpad):
     case = Case(golden, "minbert", backend)
     given, model = case.given, case.model
     model.unpad = unpad
-    with fastbert.use_backend(backend):
+    with preferred(backend):
         output = model(given["input_ids"], given["attention_mask"], given["token_type_ids"])
         loss = (output["last_hidden_state"] * given["cotangent"]).sum()
         loss = loss + (output.pooler_output * given["cotangent_pooler"]).sum()
@@ -99,7 +100,7 @@ def test_minbert_layer(golden, backend, form):
     given, mask = case.given, case.given["attention_mask"]
     hidden_states = given["hidden_states"].requires_grad_()
     on = mask[:, 0, 0] > -1
-    with fastbert.use_backend(backend):
+    with preferred(backend):
         output = case.model(hidden_states, mask if form == "additive" else on)
         loss = (output * given["cotangent"]).sum()
         loss.backward()
@@ -133,7 +134,7 @@ def test_graykode(golden, backend, unpad):
     given, model = case.given, case.model
     model.unpad = unpad
     inputs = (given["input_ids"], given["input_ids"] != 0, given["segment_ids"])
-    with fastbert.use_backend(backend):
+    with preferred(backend):
         output = model(
             *inputs,
             labels=given["masked_tokens"],
@@ -154,7 +155,7 @@ def test_graykode(golden, backend, unpad):
 def test_moonhotel(golden, backend, token_types):
     case = Case(golden, "moonhotel_embeddings", backend)
     given = case.given
-    with fastbert.use_backend(backend):
+    with preferred(backend):
         if not token_types:
             output = case.model(given["input_ids"])
             case.compare("embeddings", output, case.expected["embeddings_without_token_types"])
@@ -189,7 +190,7 @@ def test_d2l(golden, backend, unpad):
     model.unpad = unpad
     inputs = {"input_ids": tokens, "token_type_ids": given["segments"]}
     inputs |= {"packing": packing} if unpad else {"attention_mask": on}
-    with fastbert.use_backend(backend):
+    with preferred(backend):
         output = model(
             **inputs,
             labels=torch.where(given["mlm_weights"] > 0, given["mlm_labels"], -100),
