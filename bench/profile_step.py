@@ -2,12 +2,13 @@
 
     python bench/profile_step.py --preset bert-base --layers 4 --dtype fp32
 
-Self times of torch's profiler over a few steps on real text, as Markdown.
+Medians of self times of torch's profiler on real text, as Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections import defaultdict
 
 import torch
@@ -43,27 +44,34 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--max-len", type=int, default=128)
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     args.pad_to_max_len = False
     ours, floor = Fastbert(args, "fastbert").steps(), Floor(args, "floor").steps()
-    for _ in range(4):  # until the allocator holds what a step needs
+    for _ in range(15):  # until the allocator holds what steps of any size need
         next(ours)
         next(floor)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        for _ in range(args.steps):
+    # A step at a time, and medians: what the profiler itself allocates now and then costs the step page faults.
+    found = []
+    for _ in range(args.steps):
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
             next(ours)
-    products = sum(next(floor)[0] for _ in range(args.steps)) / args.steps * 1e3
-    times = defaultdict(float)
-    for event in profiled.key_averages():
-        times[class_of(event.key)] += event.self_cpu_time_total / 1e3 / args.steps
+        classes = defaultdict(float)
+        for event in profiled.key_averages():
+            classes[class_of(event.key)] += event.self_cpu_time_total / 1e3
+        found.append(classes)
+        next(ours)
+    times = {name: statistics.median(classes[name] for classes in found) for name in set().union(*found)}
+    products = statistics.median(next(floor)[0] for _ in range(args.steps)) * 1e3
     total = sum(times.values())
-    print(f"{args.preset}, {args.dtype}, batch {args.batch_size} x {args.max_len}, {torch.get_num_threads()} threads\n")
+    layers = args.layers or PRESETS[args.preset].config(10, args.max_len).num_hidden_layers
+    sizes = f"batch {args.batch_size} x {args.max_len}"
+    print(f"## {args.preset}, {layers} layers, {sizes}, {args.dtype}, {torch.get_num_threads()} threads\n")
     print("| class | ms a step | share |\n|---|---|---|")
     for name, milliseconds in sorted(times.items(), key=lambda item: -item[1]):
         print(f"| {name} | {milliseconds:.1f} | {milliseconds / total:.1%} |")
     print(f"| all | {total:.1f} | 100% |")
-    print(f"\nThe products alone through torch.mm: {products:.1f} ms.")
+    print(f"\nThe products alone through torch.mm, attention's among them: {products:.1f} ms.")
 
 
 if __name__ == "__main__":
