@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 OPS := attention masked_softmax add_dropout_layer_norm gelu embedding_layer_norm masked_lm_loss linear
 NATIVE := $(wildcard csrc/*/*) setup.py
 
-.PHONY: all pretrain test test-triton test-simt test-sanitized wheel test-wheel bench lint format clean
+.PHONY: all pretrain test test-triton test-simt test-sanitized wheel test-wheel bench gpu lint format clean
 
 all: $(VENV)/built
 
@@ -69,6 +69,10 @@ test-wheel: wheel
 
 bench: $(VENV)/built
 	$(BIN)/fastbert bench
+
+# On a machine with a GPU, with the Python there: build, test and measure; results in RESULTS.
+gpu:
+	PYTHON=$(PYTHON) RESULTS=$(RESULTS) bench/gpu.sh
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

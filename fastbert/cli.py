@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import info
+from .ops import triton
 from .ops.registry import BACKENDS
 
 
@@ -29,9 +30,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 def _bench(arguments: argparse.Namespace) -> None:
     """Run the op benchmarks of the checkout this package was installed from."""
     if arguments.tune:
-        from .kernels import tune
-
-        print(tune.report())
+        _tune()
         return
     folder = Path(__file__).resolve().parent.parent / "bench"
     if not folder.is_dir():
@@ -45,6 +44,18 @@ def _bench(arguments: argparse.Namespace) -> None:
         raise ValueError(f"pytest ended with status {finished.returncode}")
     subprocess.run([sys.executable, str(folder / "report.py"), str(out)], check=True)
     print(f"results in {out}, {out.with_suffix('.md').name} and {out.with_suffix('.png').name}")
+
+
+def _tune() -> None:
+    """Print better tables of Triton's configurations, ready to be pasted into ``kernels/``."""
+    if reason := triton.unavailable() or (triton.INTERPRETED and "Triton interprets (TRITON_INTERPRET=1)"):
+        raise ValueError(f"--tune measures Triton's kernels on a GPU: {reason}")
+    from .kernels.tune import tune
+
+    for op, tables in tune().items():
+        for table, configs in tables.items():
+            entries = "".join(f"    {config},\n" for config in configs)
+            print(f"\n# kernels/{op}.py\n{table} = (\n{entries})")
 
 
 def _info(arguments: argparse.Namespace) -> None:
