@@ -69,6 +69,7 @@ def _without_waste(interpreter, tl):
         if function.__module__ not in patched:
             patched.add(function.__module__)
             patch(function)
+            tl.tensor.__index__ = lambda self: self.handle.data.item()  # 3.6's needs an older numpy
         return interpreter._LangPatchScope()
 
     scalar = functools.cache(interpreter._get_np_dtype)

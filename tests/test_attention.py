@@ -446,7 +446,9 @@ def test_compile(backend):
         return attention(**tensors, cu_seqlens=starts, max_seqlen=max_seqlen, backend=backend)
 
     size = head_size(backend, 8)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(dense, fullgraph=True, dynamic=True, backend=counter)
     for n in (6, 9, 12):
         tensors, grad = qkv((n - 3, n, n, 2, size)) | {"lengths": torch.arange(n - 3)}, torch.randn(n - 3, n, 2, size)
