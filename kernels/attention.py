@@ -737,7 +737,7 @@ class Backward(typing.NamedTuple):
 # (matrix units, bytes of an element) -> head sizes up to -> tiles, by keys: the first that holds them all, or the last.
 # Each is the largest that no target of its kind spills.
 _TINY, _SMALL = Tile(32, 32, 2), Tile(64, 64, 4)
-_WARPGROUPS, _WARPS, _AMD = "NVIDIA 9.0 and 10.x", "other NVIDIA", "AMD"
+_WARPGROUPS, _TENSOR_MEMORY, _WARPS, _AMD = "NVIDIA 9.0", "NVIDIA 10.x", "other NVIDIA", "AMD"
 _FORWARD_32_BIT = {64: (Tile(32, 32, 4), Tile(64, 32, 8)), 128: (Tile(16, 16, 8),), 256: (Tile(32, 16, 8),)}
 FORWARD: dict[tuple[str, int], dict[int, tuple[Tile, ...]]] = {
     (_WARPGROUPS, 2): {
@@ -752,9 +752,11 @@ FORWARD: dict[tuple[str, int], dict[int, tuple[Tile, ...]]] = {
     },
     (_AMD, 2): {64: (_TINY, _SMALL, Tile(64, 32, 4)), 128: (_TINY, Tile(64, 32, 4)), 256: (Tile(32, 32, 4),)},
     (_WARPGROUPS, 4): _FORWARD_32_BIT,
+    (_TENSOR_MEMORY, 4): _FORWARD_32_BIT,
     (_WARPS, 4): _FORWARD_32_BIT,
     (_AMD, 4): _FORWARD_32_BIT,
 }
+FORWARD[_TENSOR_MEMORY, 2] = FORWARD[_WARPGROUPS, 2] | {64: (_TINY, _SMALL, Tile(64, 128, 4), Tile(128, 64, 8, 2))}
 # Whatever the length: a mask that differs by query keeps many conditions alive. Tiles of forward and q, and of kv.
 _BY_QUERY_16_BIT = {64: (Tile(32, 16, 4),) * 2, 128: (Tile(32, 16, 4),) * 2, 256: (Tile(16, 16, 4),) * 2}
 _BY_QUERY_32_BIT = {
@@ -764,9 +766,11 @@ _BY_QUERY_32_BIT = {
 }
 BY_QUERY: dict[tuple[str, int], dict[int, tuple[Tile, Tile]]] = {
     (_WARPGROUPS, 2): _BY_QUERY_16_BIT,
+    (_TENSOR_MEMORY, 2): _BY_QUERY_16_BIT | {64: (Tile(32, 32, 4),) * 2},
     (_WARPS, 2): _BY_QUERY_16_BIT,
     (_AMD, 2): _BY_QUERY_16_BIT,
     (_WARPGROUPS, 4): _BY_QUERY_32_BIT,
+    (_TENSOR_MEMORY, 4): _BY_QUERY_32_BIT,
     (_WARPS, 4): _BY_QUERY_32_BIT,
     (_AMD, 4): _BY_QUERY_32_BIT | {256: (Tile(16, 16, 4),) * 2},
 }
@@ -789,9 +793,11 @@ BACKWARD: dict[tuple[str, int], dict[int, Backward]] = {
     (_WARPS, 2): _BACKWARD_16_BIT,
     (_AMD, 2): _BACKWARD_16_BIT | {256: Backward((Tile(16, 16, 4),), Tile(16, 16, 4), Tile(16, 16, 4))},
     (_WARPGROUPS, 4): _BACKWARD_32_BIT,
+    (_TENSOR_MEMORY, 4): _BACKWARD_32_BIT,
     (_WARPS, 4): _BACKWARD_32_BIT,
     (_AMD, 4): _BACKWARD_32_BIT | {256: Backward((Tile(16, 16, 4),), Tile(16, 16, 4), Tile(16, 16, 4))},
 }
+BACKWARD[_TENSOR_MEMORY, 2] = BACKWARD[_WARPGROUPS, 2]
 
 
 @functools.cache
@@ -799,7 +805,7 @@ def _matrix_units(device: object) -> str:
     target = driver.active.get_current_target()
     if target.backend != "cuda":
         return _AMD
-    return _WARPGROUPS if target.arch // 10 in (9, 10) else _WARPS
+    return {9: _WARPGROUPS, 10: _TENSOR_MEMORY}.get(target.arch // 10, _WARPS)
 
 
 def _of_size(sizes: dict, head_size: int):
