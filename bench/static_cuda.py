@@ -88,10 +88,12 @@ class Kernel:
     @property
     def fault(self) -> str | None:
         if self.spill_bytes or self.mix["local"]:
-            return "spills"
+            return f"spills {self.spill_bytes} bytes"
         if not (SCALAR.search(self.name) or self.mix["loads_128"] or self.mix["async_copies"]):
             return "has no 128-bit load"
-        if self.op == "attention" and "float" not in self.name and not self.mix["tensor_core"]:
+        if self.op == "attention" and self.arch == "75" and "bfloat16" in self.name:
+            return None  # it traps; attention.py refuses the call
+        if self.op == "attention" and "<float" not in self.name and not self.mix["tensor_core"]:
             return "has no tensor-core instruction"
         return None
 

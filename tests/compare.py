@@ -1,5 +1,7 @@
 """The one way an op is checked: against the eager reference in float64, no worse than eager is in its own dtype."""
 
+import mmap
+
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -94,3 +96,11 @@ def guarded(tensor):
         return bool(buffer[outside].isnan().all())
 
     return view.requires_grad_(tensor.requires_grad), untouched
+
+
+def far_apart(rows, columns, stride, dtype=torch.float16):
+    """[rows, columns] of random numbers, rows ``stride`` apart, in memory of which only these are ever touched."""
+    size = dtype.itemsize
+    buffer = torch.frombuffer(mmap.mmap(-1, ((rows - 1) * stride + columns) * size), dtype=dtype)
+    view = buffer.as_strided((rows, columns), (stride, 1))
+    return view.copy_(torch.randn(rows, columns) * (1 if dtype.is_floating_point else 100))

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from compare import DTYPES, WITH_FLOAT64, check, guarded, results
+from interpreter import fewer
 
 from fastbert.ops import Packing, attention, dropout_bits
 from fastbert.ops.attention import CUDA_HEAD_SIZES
@@ -119,6 +120,14 @@ def test_every_length_up_to_130(backend):
         check(attention, backend, qkv((131, 2, keys, 1, size)), lengths=lengths, dropout_p=0.1, seed=2)
     tensors, grad = packed_qkv(int(lengths.sum()), 1, size), torch.randn(int(lengths.sum()), 1, size)
     check(attention, backend, tensors, grad, cu_seqlens=cu_seqlens(*lengths.tolist()))
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(66_000, 1), (1, 66_000)])
+def test_more_than_65535_in_one_dimension(backend, batch, heads):
+    """Fault 14. The emulation would take half a minute for the gradients, whose grid is the same."""
+    tensors = qkv((fewer(backend, batch), 1, 3, fewer(backend, heads), head_size(backend, 8)))
+    with torch.set_grad_enabled(backend != "cuda-simt"):
+        check(attention, backend, {n: t.detach().requires_grad_(torch.is_grad_enabled()) for n, t in tensors.items()})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,13 +1,12 @@
 """Triton's backend beside the suites of the ops: what it needs, what it says, what only its kernels can get wrong."""
 
-import mmap
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from compare import results
+from compare import far_apart, results
 
 from fastbert import info
 from fastbert.ops import (
@@ -107,14 +106,6 @@ def test_dropout_bits_are_those_of_the_contract(seed):
         bits, keep, keep_tile = dropped(torch.tensor([seed], device=DEVICE), rows, 64, threshold)
         assert torch.equal(bits, expected)
         assert torch.equal(keep, expected >= threshold) and torch.equal(keep_tile, keep)
-
-
-def far_apart(rows, columns, stride, dtype=torch.float16):
-    """[rows, columns] of random numbers, rows ``stride`` apart, in memory of which only these are ever touched."""
-    size = dtype.itemsize
-    buffer = torch.frombuffer(mmap.mmap(-1, ((rows - 1) * stride + columns) * size), dtype=dtype)
-    view = buffer.as_strided((rows, columns), (stride, 1))
-    return view.copy_(torch.randn(rows, columns) * (1 if dtype.is_floating_point else 100))
 
 
 @interpreted

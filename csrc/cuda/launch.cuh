@@ -47,17 +47,37 @@ inline void check(cudaError_t status, const char* what) {
 constexpr int kWarp = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+// Told of every launch, if set: the kernel, threads and dynamic shared bytes of a block; and as the device has it,
+// registers and bytes of local memory (spills) of a thread, static shared bytes, and blocks that fit a multiprocessor.
+using Observer = void (*)(const char* kernel, int threads, int shared_bytes, int registers, int local_bytes,
+                          int static_shared_bytes, int resident_blocks);
+inline Observer observer = nullptr;
+// For fastbert.info, by ctypes.
+extern "C" inline __attribute__((visibility("default"), used)) void fastbert_observe_launches(Observer o) {
+    observer = o;
+}
+
 // Launches `kernel` and raises if the device refuses; more than 48 KiB of shared memory is asked for here.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
             cudaStream_t stream, const Arguments&... arguments) {
 #ifdef FASTBERT_SIMT
     static_cast<void>(stream);
+    if (observer) observer(name, block.x * block.y * block.z, static_cast<int>(shared_bytes), 0, 0, 0, 0);
     simt::launch(name, grid, block, shared_bytes, [&] { kernel(static_cast<Parameters>(arguments)...); });
 #else
     if (shared_bytes > 48 << 10)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
               name);
+    if (observer) {
+        const int threads = block.x * block.y * block.z;
+        cudaFuncAttributes facts{};
+        int resident = 0;
+        check(cudaFuncGetAttributes(&facts, kernel), name);
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, shared_bytes), name);
+        observer(name, threads, static_cast<int>(shared_bytes), facts.numRegs, static_cast<int>(facts.localSizeBytes),
+                 static_cast<int>(facts.sharedSizeBytes), resident);
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = block;

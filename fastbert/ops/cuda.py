@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -49,3 +53,37 @@ def why_not(*tensors: torch.Tensor | None) -> str | None:
         if tensor is not None and not tensor.is_cuda:
             return _reason or f"the inputs are on {tensor.device}, not on a GPU"
     return _reason or unsupported(*tensors)
+
+
+def architectures() -> str:
+    """What the CUDA kernels were compiled for, such as "80 90+PTX", or why there are none."""
+    record = _PACKAGE / "_build.json"
+    built = json.loads(record.read_text()) if record.exists() else {}
+    return " ".join(built.get("cuda_architectures", [])) or f"none: {built.get('cuda', 'the package was not built')}"
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel; what the device says of it is 0 where the kernels are emulated."""
+
+    kernel: str
+    threads: int
+    dynamic_shared_bytes: int
+    registers: int
+    spilled_bytes: int
+    static_shared_bytes: int
+    resident_blocks: int
+
+
+@contextlib.contextmanager
+def observed_launches(library: Path = _PACKAGE / "_cuda.so") -> Iterator[list[Launch]]:
+    """Fills a list with every launch of a CUDA kernel within the context, from any thread."""
+    launches: list[Launch] = []
+    observer_type = ctypes.CFUNCTYPE(None, ctypes.c_char_p, *(ctypes.c_int,) * 6)
+    observe = ctypes.CDLL(str(library)).fastbert_observe_launches
+    observe.argtypes = [observer_type]
+    observer = observer_type(lambda name, *facts: launches.append(Launch(name.decode(), *facts)))
+    observe(observer)
+    try:
+        yield launches
+    finally:
+        observe(observer_type())

@@ -1,6 +1,6 @@
 """The shared suites on the emulated CUDA kernels, sanitizers on, once for each scheduling seed, side by side.
 
-python tests/simt/run.py [OP...]        # default: every op that has a CUDA file
+python tests/simt/run.py [NAME...]      # of tests/test_NAME.py; default: every op in CUDA, and models
 """
 
 import subprocess
@@ -10,11 +10,12 @@ import time
 import build
 
 SEEDS = (1, 2)
+MORE = ("cuda_library", "adapters", "bert")
 
 
-def suite(seed: int, ops: list[str]) -> subprocess.Popen:
+def suite(seed: int, names: list[str]) -> subprocess.Popen:
     tests = build.ROOT / "tests"
-    files = [str(tests / f"test_{op}.py") for op in ops]
+    files = [str(tests / f"test_{name}.py") for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-c", str(build.ROOT / "pyproject.toml"), *files]
     command += ["-k", "cuda-simt", "--durations=5"]
     environment = build.environment(seed) | {"OMP_NUM_THREADS": "1"}
@@ -30,7 +31,8 @@ def main() -> int:
     sources = sorted((build.ROOT / "csrc/cuda").glob("*.cu"))
     build.build(sources, sanitize=True)  # once, for both
     print(f"built in {time.monotonic() - started:.0f} s", flush=True)
-    runs = {seed: suite(seed, sys.argv[1:] or [source.stem for source in sources]) for seed in SEEDS}
+    names = sys.argv[1:] or [*(source.stem for source in sources), *MORE]
+    runs = {seed: suite(seed, names) for seed in SEEDS}
     failed = False
     for seed, run in runs.items():
         output, _ = run.communicate()

@@ -81,7 +81,8 @@ struct Fibre {
     State state = ready;
     uint3 index{};
     Meeting meeting{};
-    std::vector<std::vector<Copy>> copies;  // committed groups of cp_async, and last the open one
+    std::vector<Copy> copies;    // by cp_async, under way
+    std::vector<size_t> groups;  // where each committed group of them ends
     void* fake_stack = nullptr;
 };
 
@@ -218,7 +219,8 @@ void run_block(dim3 index) {
         Fibre& fibre = block->fibres[i];
         fibre.state = Fibre::ready;
         fibre.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
-        fibre.copies.assign(1, {});
+        fibre.copies.clear();
+        fibre.groups.clear();
     }
     block->from_main = true;
     go_to(draw(), &block->main_sp, &block->main_fake_stack);
@@ -356,22 +358,29 @@ void cp_async(void* target, const void* source, int bytes, bool valid) {
         fault("cp_async of %d bytes between addresses that are not aligned to them", bytes);
     if (!is_shared(target, bytes)) fault("cp_async of %d bytes to what is not shared memory", bytes);
     std::memset(target, 0xff, bytes);
-    block->fibres[block->current].copies.back().push_back({target, source, bytes, valid});
+    block->fibres[block->current].copies.push_back({target, source, bytes, valid});
 }
 
-void cp_async_commit() { block->fibres[block->current].copies.emplace_back(); }
+void cp_async_commit() {
+    Fibre& self = block->fibres[block->current];
+    self.groups.push_back(self.copies.size());
+}
 
 void cp_async_wait(int pending) {
     auto& copies = block->fibres[block->current].copies;
-    while (copies.size() > static_cast<size_t>(pending) + 1) {
-        for (const Copy& copy : copies.front()) {
-            if (copy.valid)
-                std::memcpy(copy.target, copy.source, copy.bytes);
-            else
-                std::memset(copy.target, 0, copy.bytes);
-        }
-        copies.erase(copies.begin());
+    auto& groups = block->fibres[block->current].groups;
+    if (groups.size() <= static_cast<size_t>(pending)) return;
+    const size_t done = groups.size() - pending, arrived = groups[done - 1];
+    for (size_t i = 0; i < arrived; ++i) {
+        const Copy& copy = copies[i];
+        if (copy.valid)
+            std::memcpy(copy.target, copy.source, copy.bytes);
+        else
+            std::memset(copy.target, 0, copy.bytes);
     }
+    copies.erase(copies.begin(), copies.begin() + arrived);
+    groups.erase(groups.begin(), groups.begin() + done);
+    for (size_t& end : groups) end -= arrived;
 }
 
 }  // namespace simt
