@@ -1,8 +1,10 @@
 """What nvcc makes of every CUDA kernel, without a GPU: ``python bench/static_cuda.py [ARCH...]``.
 
 Compiles each file of csrc/cuda for each release architecture (setup.py's list) and writes bench/results/static/cuda.md
-and cuda.json: registers, spills, shared memory, occupancy, instruction mix. Exits with status 1 if a kernel spills, or
-if one for vectors has no 128-bit load. Needs nvcc and cuobjdump (of the CUDA toolkit, or the one that triton brings).
+and cuda.json: registers, spills, shared memory, occupancy, instruction mix. What attention asks for when it is launched
+is asked of the emulated kernels (tests/simt). Exits with status 1 if a kernel spills, if one for vectors has no 128-bit
+load, or one of attention no tensor-core instruction. Needs nvcc and cuobjdump (of the CUDA toolkit, or the one that
+triton brings).
 """
 
 from __future__ import annotations
@@ -169,6 +171,32 @@ def compile_op(source: Path, arch: str) -> list[Kernel]:
     return kernels
 
 
+def attention_as_launched(kernels: list[Kernel]) -> list[str]:
+    """Rows of a table: what the emulated kernels ask of each architecture, with the registers found there."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import torch
+    from simt import backend, build
+
+    from fastbert.ops import attention, cuda
+
+    backend.join()
+    names = {"attention": "forward_kernel", "attention_backward": "backward_kernel"}
+    registers = {(k.name, k.arch): k.registers for k in kernels if k.op == "attention"}
+    lines = []
+    for arch in dict.fromkeys(k.arch for k in kernels):
+        os.environ["FASTBERT_SIMT_ARCH"] = arch
+        for keys in (128, 512):
+            x = torch.zeros(1, keys, 1, 64, dtype=torch.float16, requires_grad=True)
+            with cuda.observed_launches(build.library()) as launches:
+                attention(x, x, x, dropout_p=0.1, seed=0, backend=backend.NAME).sum().backward()
+            for launch in launches:
+                name = f"{names[launch.kernel]}<__half, 64, dropout>"
+                facts = launch.threads, registers[name, arch], launch.dynamic_shared_bytes
+                occupancy = LIMITS[arch].occupancy(*facts)
+                lines.append(f"| `{name}` | sm_{arch} | {keys} | {' | '.join(map(str, facts))} | {occupancy:.0%} |")
+    return lines
+
+
 def spread(values) -> str:
     low, high = min(values), max(values)
     return str(low) if low == high else f"{low} to {high}"
@@ -198,16 +226,25 @@ def markdown(kernels: list[Kernel], compiler: str) -> str:
         "are the threads that hold a row and the 16-byte chunks each of them holds (0: a loop).",
         "",
         "| op | kernel | threads | registers | shared bytes | occupancy | 128-bit loads | 128-bit stores | "
-        "instructions |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "asynchronous copies | tensor-core instructions | instructions |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for k in kernels:
         if k.arch == DETAIL:
             lines.append(
                 f"| {k.op} | `{k.name}` | {k.threads} | {k.registers} | {k.shared_bytes} | {k.occupancy:.0%} | "
                 f"{k.mix['loads_128']} of {k.mix['loads']} | {k.mix['stores_128']} of {k.mix['stores']} | "
-                f"{k.instructions} |"
+                f"{k.mix['async_copies']} | {k.mix['tensor_core']} | {k.instructions} |"
             )
+    lines += ["", "## Attention as launched", ""]
+    lines += [
+        "float16, heads of 64 elements, dropout. Threads and shared memory of a block follow from the shape and the "
+        "device, and so does the occupancy; above, attention's is that of its largest block without any.",
+        "",
+        "| kernel | architecture | keys | threads | registers | shared bytes | occupancy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += attention_as_launched(kernels)
     return "\n".join(lines) + "\n"
 
 
@@ -222,8 +259,10 @@ def main() -> int:
         compiler = re.search(r"release [\d.]+, V[\d.]+", run(tool("nvcc"), "--version"))[0]
         OUT.mkdir(parents=True, exist_ok=True)
         (OUT / "cuda.md").write_text(markdown(kernels, f"nvcc {compiler}"))
-        rows = ",\n".join(json.dumps(dataclasses.asdict(k)) for k in kernels)  # a kernel a line
-        (OUT / "cuda.json").write_text(f'{{"compiler": {json.dumps(compiler)}, "kernels": [\n{rows}\n]}}\n')
+        columns = [field.name for field in dataclasses.fields(Kernel)][:-1] + list(MIX)
+        rows = ",\n".join(json.dumps([*dataclasses.astuple(k)[:-1], *k.mix.values()]) for k in kernels)
+        facts = f'"compiler": {json.dumps(compiler)},\n"columns": {json.dumps(columns)},\n"kernels": [\n{rows}\n]'
+        (OUT / "cuda.json").write_text(f"{{{facts}}}\n")
     return 1 if faults else 0
 
 

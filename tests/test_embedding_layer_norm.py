@@ -3,7 +3,7 @@ import importlib
 import pytest
 import torch
 from compare import DTYPES, WITH_FLOAT64, check, guarded, results
-from interpreter import thinned
+from interpreter import fewer, thinned
 
 from fastbert.ops import dropout_bits, embedding_layer_norm
 from fastbert.ops.triton import INTERPRETED
@@ -78,6 +78,33 @@ def test_dropped_elements_are_those_of_the_contract(backend):
     y = embedding_layer_norm(**tensors, dropout_p=0.4, seed=-9, backend=backend)
     kept = dropout_bits(-9, 0, torch.arange(15), 67).view(3, 5, 67) >= round(0.4 * 65536)
     assert torch.equal(y != 0, kept)
+
+
+def test_seed_is_read_by_value(backend):
+    """Fault 20."""
+    tensors = inputs((3, 5))
+
+    def run(seed):
+        return embedding_layer_norm(**tensors, dropout_p=0.5, seed=seed, backend=backend)
+
+    first, hold = run(torch.tensor([99])), torch.tensor([99])
+    assert torch.equal(first, run(hold)) and torch.equal(first, run(99)) and not torch.equal(first, run(98))
+
+
+def test_gradients_over_many_rows(backend):
+    """Fault 23: sums over 10,000 rows of bfloat16, of parameters and of tables, are kept in float32."""
+    tensors = inputs((fewer(backend, 10_000),), torch.bfloat16, columns=8)
+    for name in ("weight", "bias"):
+        tensors[name] = tensors[name].detach().float().requires_grad_()
+    check(embedding_layer_norm, backend, tensors, **OPTIONS)
+    exact = results(
+        lambda **t: embedding_layer_norm(**t, backend="eager", **OPTIONS),
+        {n: t.detach().double().requires_grad_() if t.is_floating_point() else t for n, t in tensors.items()},
+        torch.ones_like,
+    )
+    found = results(lambda **t: embedding_layer_norm(**t, backend=backend, **OPTIONS), tensors, torch.ones_like)
+    for name in ("weight", "bias"):
+        assert (found[name].double() - exact[name]).norm() <= 1e-5 * exact[name].norm(), name
 
 
 @pytest.mark.parametrize("make", [lambda s: torch.ones(()).expand(s), lambda s: torch.randn(*s, 2)[..., 0]])
