@@ -322,7 +322,7 @@ def test_another_run_is_never_overwritten(corpus, tmp_path, capsys):
         ("--steps", "0", "steps is 0; 1 or more is accepted"),
         ("--batch-size", "-1", "batch_size is -1"),
         ("--learning-rate", "0", "learning_rate is 0.0; a number above 0"),
-        ("--backend", "triton", "no backend serves this call"),
+        ("--backend", "cuda", "no backend serves this call"),
     ],
 )
 def test_bad_options_are_one_clear_line(corpus, tmp_path, capsys, option, value, message):
