@@ -55,6 +55,26 @@ def test_info_says_what_was_built_for_which_architectures():
     assert line.endswith(" ".join(built["cuda_architectures"]) if built["cuda"] is None else built["cuda"])
 
 
+@pytest.mark.parametrize(
+    ("built", "device", "runs"),
+    [
+        ("80 90", (8, 0), True),
+        ("80 90", (8, 9), True),
+        ("80 90", (7, 5), False),
+        ("86", (8, 0), False),
+        ("80 90", (10, 0), False),
+        ("80 90+PTX", (12, 1), True),
+        ("90+PTX", (8, 9), False),
+    ],
+)
+def test_a_gpu_that_nothing_was_built_for_is_refused(monkeypatch, built, device, runs):
+    monkeypatch.setattr(cuda, "_BUILT", {"cuda": None, "cuda_architectures": built.split()})
+    monkeypatch.setattr(cuda, "_devices", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: device)
+    reason = f"the CUDA kernels were built for {built}; this GPU is of {device[0]}.{device[1]}"
+    assert cuda._not_built_for(0) == (None if runs else reason)
+
+
 def test_order_on_a_gpu_is_the_tables():
     """Of measured results; the report says what they rest on."""
     tables = {op: [b.name for b in importlib.import_module(f"fastbert.ops.{op}").BACKENDS] for op in OPS}

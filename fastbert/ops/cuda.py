@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from .registry import constant_when_traced
+
 _PACKAGE = Path(__file__).resolve().parent.parent
+_record = _PACKAGE / "_build.json"
+_BUILT = {"cuda": "the package was not built", "cuda_architectures": []}
+if _record.exists():
+    _BUILT |= json.loads(_record.read_text())
 
 
 def _load() -> str | None:
@@ -20,9 +26,7 @@ def _load() -> str | None:
         return "this torch was built without CUDA"
     library = _PACKAGE / "_cuda.so"
     if not library.exists():
-        record = _PACKAGE / "_build.json"
-        reasons = json.loads(record.read_text()) if record.exists() else {}
-        return f"the CUDA kernels are not there: {reasons.get('cuda', 'the package was not built')}"
+        return f"the CUDA kernels are not there: {_BUILT['cuda']}"
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -35,9 +39,25 @@ _reason = _load()
 
 def unavailable() -> str | None:
     """None if the CUDA kernels are loaded and there is a GPU, else what is missing."""
-    if _reason is None and not torch.cuda.is_available():
-        return "no GPU that torch can use"
-    return _reason
+    if _reason is not None:
+        return _reason
+    return _not_built_for(torch.cuda.current_device()) if torch.cuda.is_available() else "no GPU that torch can use"
+
+
+_devices: dict[int, str | None] = {}
+
+
+@constant_when_traced
+def _not_built_for(device: int) -> str | None:
+    """None if a GPU can run what was built: a binary of its generation, no newer than itself, or older PTX."""
+    if device not in _devices:
+        major, minor = torch.cuda.get_device_capability(device)
+        _devices[device] = f"the CUDA kernels were built for {architectures()}; this GPU is of {major}.{minor}"
+        for name in _BUILT["cuda_architectures"]:
+            built = divmod(int(name.removesuffix("+PTX")), 10)
+            if built <= (major, minor) and (built[0] == major or name.endswith("+PTX")):
+                _devices[device] = None
+    return _devices[device]
 
 
 def unsupported(*tensors: torch.Tensor | None) -> str | None:
@@ -52,14 +72,13 @@ def why_not(*tensors: torch.Tensor | None) -> str | None:
     for tensor in tensors:
         if tensor is not None and not tensor.is_cuda:
             return _reason or f"the inputs are on {tensor.device}, not on a GPU"
-    return _reason or unsupported(*tensors)
+    device = next(t.get_device() for t in tensors if t is not None)
+    return _reason or _not_built_for(device) or unsupported(*tensors)
 
 
 def architectures() -> str:
     """What the CUDA kernels were compiled for, such as "80 90+PTX", or why there are none."""
-    record = _PACKAGE / "_build.json"
-    built = json.loads(record.read_text()) if record.exists() else {}
-    return " ".join(built.get("cuda_architectures", [])) or f"none: {built.get('cuda', 'the package was not built')}"
+    return " ".join(_BUILT["cuda_architectures"]) or f"none: {_BUILT['cuda']}"
 
 
 class Launch(NamedTuple):
