@@ -23,6 +23,7 @@ import torch
 
 from fastbert.bert import BertConfig, BertForPreTraining
 from fastbert.data import make_loader, prepare
+from fastbert.ops.registry import BACKENDS
 from fastbert.training.presets import PRESETS
 from fastbert.training.pretrain import DTYPES, PretrainConfig, Trainer
 
@@ -30,11 +31,12 @@ ROWS = (
     "floor",
     "fastbert",
     "fastbert, padded",
-    "fastbert, eager backend",
+    *(f"fastbert, {name} backend" for name in BACKENDS),
     "notebook eager",
     "hf eager",
     "hf sdpa",
     "hf sdpa + compile",
+    "hf flash_attention_2",  # a GPU, 16 bits, and flash-attn installed
 )
 
 
@@ -91,7 +93,7 @@ class Fastbert(Contender):
             batch_size=self.args.batch_size,
             max_len=self.args.max_len,
             dtype=self.args.dtype,
-            backend="eager" if row.endswith("eager backend") else None,
+            backend=row.split()[1] if row.endswith("backend") else None,
             unpad=not row.endswith("padded"),
         )
         self.trainer = Trainer(model, settings, self.device)
@@ -106,7 +108,7 @@ class HuggingFace(Contender):
 
         config = model_config(self.args, self.vocab_size)
         settings = {k: v for k, v in config.to_dict().items() if k in transformers.BertConfig().to_dict()}
-        implementation = "eager" if row == "hf eager" else "sdpa"
+        implementation = row.split()[1]
         peer = transformers.BertForPreTraining(transformers.BertConfig(**settings, attn_implementation=implementation))
         missing, unexpected = peer.load_state_dict(model.state_dict(), strict=False)
         assert not unexpected and set(missing) <= {"cls.predictions.decoder.bias"}, (missing, unexpected)

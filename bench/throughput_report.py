@@ -16,7 +16,7 @@ from pretrain_throughput import markdown
 from fastbert.training.presets import PRESETS
 
 COLORS = {"fastbert": "C0", "fastbert, padded": "C9", "fastbert, eager backend": "C7", "notebook eager": "0.55"}
-PEER = "0.7"
+PEER = "0.5"
 
 
 def read(path: Path) -> tuple[Namespace, list[dict]]:
@@ -43,7 +43,7 @@ def picture(results: list[tuple[Namespace, list[dict]]], path: Path) -> None:
         floor = next(r["valid_tokens_per_s"] for r in table if r["row"] == "floor")
         speeds = [r["valid_tokens_per_s"] for r in rows]
         bars = axes.barh([r["row"] for r in rows], speeds, color=[COLORS.get(r["row"], PEER) for r in rows])
-        axes.bar_label(bars, [f"{s:,.0f}" for s in speeds], fontsize=7, padding=2)
+        axes.bar_label(bars, [f"{s:,.0f}" for s in speeds], fontsize=7, label_type="center", color="white")
         axes.axvline(floor, color="black", linewidth=0.8, linestyle="--")
         axes.set_xlim(0, 1.15 * max(*speeds, floor))
         axes.invert_yaxis()
@@ -58,7 +58,7 @@ def picture(results: list[tuple[Namespace, list[dict]]], path: Path) -> None:
 def main(paths: list[Path]) -> None:
     results = [read(path) for path in paths]
     out = paths[0].parent / "throughput"
-    pages = [f"## {title(settings)}\n\n{markdown(settings, table)}\n" for settings, table in results]
+    pages = [markdown(settings, table) + "\n" for settings, table in results]
     header = "# Whole pretraining steps, in turns on the same batches\n\nBy `bench/pretrain_throughput.py`.\n\n"
     out.with_suffix(".md").write_text(header + "\n".join(pages), encoding="utf-8")
     picture(results, out.with_suffix(".png"))
