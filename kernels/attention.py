@@ -297,7 +297,6 @@ def _attention_forward(
     # No constant, or LLVM would choose what is dropped after the conversion to 16 bits, and unpack pairs for it.
     zero = keep_scale * 0.0
     # Scores times `unit` are exponents of 2. FOLD: the scale is part of it, and scores are bare products.
-    zero = keep_scale * 0.0
     unit = scale * _LOG2E if FOLD else _LOG2E
 
     GUARD: tl.constexpr = MASK != _NO_MASK and not BY_QUERY
