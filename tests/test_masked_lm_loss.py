@@ -169,6 +169,36 @@ def test_under_autocast(backend):
         assert_close_as_eager(found[name], eager[name], exact[name].double(), name, torch.bfloat16)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("slices", [1, 3])
+def test_a_float32_weight_under_autocast_is_not_converted(rows, slices, monkeypatch):
+    """However few rows have a label; its gradient comes in float32, unrounded where bfloat16 is multiplied here."""
+    tensors = inputs((rows,), columns=64, vocabulary=520, share=1.0)
+    sizes = importlib.import_module("fastbert.ops.linear")
+    monkeypatch.setattr(sizes, "LEAST_SIZE", 0)
+    monkeypatch.setitem(
+        importlib.import_module("fastbert.ops.masked_lm_loss").SLICE_BYTES, "cpu", rows * 1040 // slices
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found, eager = (
+            results(lambda b=b, **t: masked_lm_loss(**t, backend=b), tensors, torch.tensor(1.0))
+            for b in (None, "eager")
+        )
+    exact = results(lambda **t: masked_lm_loss(**t, backend="eager"), tensors, torch.tensor(1.0))
+    for name in found:
+        assert found[name].dtype == eager[name].dtype
+        assert_close_as_eager(found[name], eager[name], exact[name], name, torch.bfloat16)
+    rounded = torch.equal(found["weight"], found["weight"].bfloat16().float())
+    assert rounded == (torch.bfloat16 not in sizes.FAST)
+
+
+def test_types_that_differ_are_refused_whatever_the_size():
+    tensors = inputs((300,), torch.bfloat16, columns=768, vocabulary=2000, bias=False)
+    tensors["weight"] = tensors["weight"].detach().float()
+    with pytest.raises(TypeError, match=r"weight is torch\.float32; it must be torch\.bfloat16"):
+        masked_lm_loss(**tensors)
+
+
 @pytest.mark.float64
 def test_gradcheck(backend):
     tensors = inputs((4,), torch.float64, columns=3, vocabulary=5, share=0.8)

@@ -47,14 +47,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def mm_(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:
-    """``out (+)= a @ b``, without a derivative. A float32 ``out`` of 16-bit matrices is what they give in 16 bits, or
-    better."""
-    mixed = {t.dtype for t in (out, a, b)}
-    dtype = torch.bfloat16 if mixed == {torch.float32, torch.bfloat16} else out.dtype
-    if (len(mixed) == 1 or dtype in FAST) and _served(dtype, a, b.t()):
+    """``out (+)= a @ b``, without a derivative. Where one of them has 16 bits beside float32, so has the product."""
+    dtypes = {t.dtype for t in (out, a, b)}
+    dtype = out.dtype if len(dtypes) == 1 else (dtypes - {torch.float32}).pop()
+    if _served(dtype, a, b.t()):
         torch.ops.fastbert_cpu.product_(out, a, b, add)
-    elif len(mixed) > 1:
-        product = a @ b
+    elif len(dtypes) > 1:
+        product = a.to(dtype) @ b.to(dtype)
         out.add_(product) if add else out.copy_(product)
     elif add:
         out.addmm_(a, b)

@@ -50,17 +50,18 @@ def masked_lm_loss(
     """
     check_floating("hidden", hidden)
     check_floating("weight", weight)
-    device_type = hidden.device.type
+    device_type, kept = hidden.device.type, False
     if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
         hidden = hidden.to(dtype)
-        if backend not in (None, "cpu") or not keeps_weight(weight, dtype):
+        kept = backend in (None, "cpu") and keeps_weight(weight, dtype)
+        if not kept:
             weight = weight.to(dtype)
     if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; hidden {tuple(hidden.shape)} needs [vocab, hidden.shape[-1]]"
         )
-    if weight.dtype != hidden.dtype and not keeps_weight(weight, hidden.dtype):
+    if weight.dtype != hidden.dtype and not kept:
         raise TypeError(f"weight is {weight.dtype}; it must be {hidden.dtype}, the dtype of hidden")
     check_device("weight", weight, hidden)
     if bias is not None:
