@@ -63,7 +63,7 @@ BACKWARD = (
     Config(1, 8192, 8),
 )
 # Rows longer than the tables' last entry: chunks of a row, and tiles of their column sums.
-LONG = Config(1, 4096, 8)
+LONG = Config(1, 2048, 8)
 LONG_SUMS = Config(16, 128, 4)
 # Programs of a backward launch: as many as 132 multiprocessors hold at once; fewer if each had less than 16 rows or 4
 # steps, so that the partial sums, which stay in the second-level cache, remain small beside the rows.

@@ -726,11 +726,15 @@ class Tile(typing.NamedTuple):
 
 
 class Backward(typing.NamedTuple):
-    """``whole``: one program per head, for sequences that fit this tile; else ``q`` and ``kv``, a launch each."""
+    """``whole``: one program per head, for sequences that fit this tile; else ``q`` and ``kv``, a launch each.
+
+    ``additive``: ``q`` under an additive mask, where that needs another.
+    """
 
     whole: tuple[Tile, ...]
     q: Tile
     kv: Tile
+    additive: Tile | None = None
 
 
 # (matrix units, bytes of an element) -> head sizes up to -> tiles, by keys: the first that holds them all, or the last.
@@ -759,7 +763,7 @@ FORWARD[_TENSOR_MEMORY, 2] = FORWARD[_WARPGROUPS, 2] | {64: (_TINY, _SMALL, Tile
 # Whatever the length: a mask that differs by query keeps many conditions alive. Tiles of forward and q, and of kv.
 _BY_QUERY_16_BIT = {64: (Tile(32, 16, 4),) * 2, 128: (Tile(32, 16, 4),) * 2, 256: (Tile(16, 16, 4),) * 2}
 _BY_QUERY_32_BIT = {
-    64: (Tile(32, 16, 8),) * 2,
+    64: (Tile(32, 16, 8), Tile(16, 32, 8)),
     128: (Tile(16, 16, 8),) * 2,
     256: (Tile(16, 16, 8), Tile(32, 16, 8)),
 }
@@ -793,7 +797,8 @@ BACKWARD: dict[tuple[str, int], dict[int, Backward]] = {
     (_AMD, 2): _BACKWARD_16_BIT | {256: Backward((Tile(16, 16, 4),), Tile(16, 16, 4), Tile(16, 16, 4))},
     (_WARPGROUPS, 4): _BACKWARD_32_BIT,
     (_TENSOR_MEMORY, 4): _BACKWARD_32_BIT,
-    (_WARPS, 4): _BACKWARD_32_BIT,
+    (_WARPS, 4): _BACKWARD_32_BIT
+    | {128: Backward((Tile(16, 16, 8),), Tile(32, 16, 16), Tile(16, 16, 8), additive=Tile(16, 16, 8))},
     (_AMD, 4): _BACKWARD_32_BIT | {256: Backward((Tile(16, 16, 4),), Tile(16, 16, 4), Tile(16, 16, 4))},
 }
 BACKWARD[_TENSOR_MEMORY, 2] = BACKWARD[_WARPGROUPS, 2]
@@ -832,7 +837,8 @@ def _backward_tiles(call: _Call) -> tuple[Tile, Tile | None]:
     for tile in config.whole:
         if call.queries <= tile.queries and call.keys <= tile.keys:
             return tile, None
-    return config.q, config.kv
+    additive = call.options["MASK"] == _ADDITIVE.value
+    return (config.additive or config.q) if additive else config.q, config.kv
 
 
 class _Call(typing.NamedTuple):

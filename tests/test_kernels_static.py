@@ -17,7 +17,7 @@ def run(*arguments):
     return subprocess.run([sys.executable, *arguments], env=ENVIRONMENT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_kernels_compile_without_spills_and_within_shared_memory(tmp_path, target):
     """A subset of the configurations; `python -m fastbert.kernels.static --all` does all of them, for all targets."""
     done = run("-m", "fastbert.kernels.static", "--targets", target, "--out", str(tmp_path))
