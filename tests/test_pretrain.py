@@ -108,6 +108,17 @@ def test_accumulation_counts_every_batch_once(corpus, tmp_path):
     assert [r["valid_fraction"] for r in whole] == [r["valid_fraction"] for r in parts]
 
 
+def test_a_run_that_began_before_a_setting_existed_goes_on(corpus, tmp_path):
+    settings, run = config(corpus, steps=2), tmp_path / "run"
+    pretrain(settings, run)
+    written = run / "config.json"
+    older = {name: value for name, value in json.loads(written.read_text()).items() if name != "accumulate"}
+    written.write_text(json.dumps(older))
+    with pytest.raises(ValueError, match="accumulate was 1, is 2"):
+        pretrain(dataclasses.replace(settings, steps=3, accumulate=2), run, resume=True)
+    assert pretrain(dataclasses.replace(settings, steps=3), run, resume=True)["steps"] == 3
+
+
 def test_a_filled_batch_gives_the_same_step(corpus):
     """What CUDA graphs are given: fixed numbers of tokens, sequences and labels. Dropout on."""
     data = prepare(str(corpus), tokenizer="word", max_len=24)

@@ -283,8 +283,11 @@ OPERATOR = Operator(
 
 
 def native(backend: str):
-    """The differentiable call of a backend's kernels, without ``lse``."""
-    call = OPERATOR.register(backend)
+    """The differentiable call of a backend's kernels."""
+    return _without_lse(OPERATOR.register(backend))
+
+
+def _without_lse(call):
     return lambda *args: call(*args)[0]
 
 
@@ -305,11 +308,6 @@ def _triton_why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     if query.shape[-1] > 256:
         return f"a head has {query.shape[-1]} elements; up to 256 are supported"
     return mask_needs_grad(mask) or triton.why_not(query)
-
-
-def _triton():
-    call = triton.register(OPERATOR)
-    return lambda *args: call(*args)[0]
 
 
 CUDA_HEAD_SIZES = (32, 64, 128)
@@ -340,7 +338,7 @@ def _compute_capability(device: int) -> tuple[int, int]:
 
 BACKENDS = (
     Backend("cpu", native("cpu"), _cpu_why_not, cpu.unavailable),
-    Backend("triton", _triton(), _triton_why_not, triton.unavailable),
+    Backend("triton", _without_lse(triton.register(OPERATOR)), _triton_why_not, triton.unavailable),
     Backend("cuda", native("cuda"), _cuda_why_not, cuda.unavailable),
     Backend("eager", reference, lambda *args: None),
 )

@@ -40,9 +40,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``: x ``[..., K]``, weight ``[N, K]``, bias ``[N]`` or None; differentiable once
     where the kernels serve it. Under autocast to bfloat16 they take float32 weights as they are, and give their
     gradients unrounded."""
-    dtype = _dtype(x, weight, bias)
-    if _served(dtype, x, weight) and x.shape[-1] == weight.shape[-1]:
-        return _Linear.apply(x, weight, bias, dtype == torch.bfloat16)
+    if x.device.type == "cpu":  # first: on a GPU the host's time per layer counts
+        dtype = _dtype(x, weight, bias)
+        if _served(dtype, x, weight) and x.shape[-1] == weight.shape[-1]:
+            return _Linear.apply(x, weight, bias, dtype == torch.bfloat16)
     return F.linear(x, weight, bias)
 
 

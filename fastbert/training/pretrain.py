@@ -252,10 +252,12 @@ def _claim(out: Path, config: PretrainConfig, resume: bool) -> Path | None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         if resume and (out / CONFIG).exists():
-            before = json.loads((out / CONFIG).read_text(encoding="utf-8"))
-            differing = [name for name in settings if settings[name] != before.get(name) and name not in _MAY_DIFFER]
+            # A setting that came after the run began had its default then.
+            before = {field.name: field.default for field in dataclasses.fields(config)}
+            before |= json.loads((out / CONFIG).read_text(encoding="utf-8"))
+            differing = [name for name in settings if settings[name] != before[name] and name not in _MAY_DIFFER]
             if differing:
-                listed = ", ".join(f"{name} was {before.get(name)!r}, is {settings[name]!r}" for name in differing)
+                listed = ", ".join(f"{name} was {before[name]!r}, is {settings[name]!r}" for name in differing)
                 raise ValueError(f"out is {str(out)!r}, a run with other settings: {listed}")
         elif any(out.iterdir()) and not (resume and checkpoint.latest(out) is None):
             raise ValueError(
