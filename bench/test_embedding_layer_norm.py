@@ -26,13 +26,17 @@ def test_embedding_layer_norm(benchmark, dtype, dropout_p, direction, row):
     def ours(name, p):
         return embedding_layer_norm(*ids, *parameters, dropout_p=p, backend=name)
 
-    def plain(p):
+    def plain(p, parameters=parameters):
         y = sum(F.embedding(index, table) for index, table in zip(ids, parameters, strict=False))
         return F.dropout(F.layer_norm(y, (COLUMNS,), *parameters[3:], 1e-12), p)
 
     forwards = {name: (lambda p, name=name: ours(name, p)) for name in KERNELS}
     forwards |= {"eager": plain, "compile": torch.compile(plain)}
     undropped = {name: with_backward(lambda f=forwards[name]: f(0.0), parameters, grad) for name in {row, "eager"}}
+    if row != "eager":
+        # Plain PyTorch in 16 bits rounds the gradient of a frequent word at each addition: float32's is the measure.
+        exact = [p.detach().float().requires_grad_() for p in parameters]
+        undropped["eager"] = with_backward(lambda: plain(0.0, exact), exact, grad.float())
     assert_agree({name: f() for name, f in undropped.items()}, TOLERANCE[dtype])
     timed = {name: (lambda f=f: f(dropout_p)) for name, f in forwards.items()}
     # Rows of word that occur, the two small tables, and what is written.
